@@ -298,7 +298,7 @@ def names_used(code: types.CodeType, kinds: frozenset[str], nested: bool) -> Ite
     """Yield the names of all instructions of these kinds.
 
     Args:
-        nested: The nested of functions inside the code, too.
+        nested: Read the functions inside the code, too.
     """
     for instruction in dis.get_instructions(code):
         if instruction.opname in kinds:

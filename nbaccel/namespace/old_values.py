@@ -34,12 +34,12 @@ _UNCHANGEABLE = (bool, int, float, complex, str, bytes, type(None))
 class OldValues:
     """The values of `names` in a namespace, before the code runs there.
 
-    Numbers and texts that the code does not read are taken out of the namespace while it runs: Python has one 5, so
-    afterwards nobody could see that the code has bound a 5 to a name that had one.
+    Numbers and texts that the code does not read are taken out of the namespace while it runs. Python has only one
+    object for the number 5, so nobody could see afterwards that the code has bound a 5 to a name that had one.
 
     Args:
         code, parts: The cell, and what it compiles to.
-        is_strict: A run that has come to its end, too, leaves only what it has bound or read: each run of a sweep.
+        is_strict: A run that ends without an error, too, leaves only names that it has bound or read: a run of a sweep.
 
     Attributes:
         untouched: The names that the code has neither bound nor changed; known after `compared`.

@@ -60,7 +60,7 @@ class EstimateSetting:
     Args:
         views: DDP's gradients are views of its buckets.
         keeps: Gradients stay from one batch to the next (accumulation).
-        policy: The policy of FSDP's groups.
+        policy: The rule by which FSDP forms groups.
         device_type: Where the optimizer steps.
     """
 
@@ -77,7 +77,7 @@ class EstimatedDevices:
 
     Args:
         count: How many; 0 for the CPU, whose memory all ranks share.
-        nbytes: The size in bytes of each.
+        nbytes: The size of each in bytes.
         driver_bytes: CUDA's share of it.
         nccl_bytes: More of it where there are several ranks.
     """
@@ -131,7 +131,7 @@ class MemoryEstimate:
     Args:
         rows: From the least communication to the most.
         notes: What was assumed, and what is not in it.
-        sample_bytes: The sample bytes of activations, for each sample of a batch; None where that is not known.
+        sample_bytes: The bytes of activations for each sample of a batch; None if they are not known.
         needed_ranks: With which fsdp would fit on devices like these; None where no number helps.
     """
 

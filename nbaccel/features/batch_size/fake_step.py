@@ -79,7 +79,7 @@ class FakeModel:
 
     Args:
         model: A bare module; its tensors may be anywhere, also on the meta device or in shards.
-        policy: The policy of FSDP's groups.
+        policy: The rule by which FSDP forms groups.
         on_gpu: The step is one on a GPU.
 
     Raises:

@@ -30,7 +30,7 @@ class Weight:
 
     Args:
         group: Number of the FSDP group that gathers it.
-        item_bytes: The item bytes of an element as it is kept, with its gradient.
+        item_bytes: The bytes of an element as it is kept, with its gradient.
         gathered_item_bytes, reduced_item_bytes: Those of an element while FSDP computes with it, and sends its
             gradient.
     """
@@ -112,7 +112,7 @@ class StepUse:
 
     Args:
         exchange: Buckets of DDP, or what FSDP has gathered and sends.
-        temporaries: The temporaries of the optimizer's step.
+        temporaries: The bytes that the optimizer's step allocates for its own length.
     """
 
     parameters: int

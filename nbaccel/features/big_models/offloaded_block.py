@@ -32,7 +32,7 @@ class OffloadedBlock:
     """A module with the tensors in it that are fetched for its forward. Its methods are hooks of the module.
 
     Args:
-        slots: The slots of all tensors below the module, or of those of its own.
+        slots: The places of all tensors below the module, or of those of its own.
 
     Attributes:
         device: Where it computes.

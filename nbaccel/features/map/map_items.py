@@ -398,7 +398,7 @@ def _leave(run: MapRun, place: Background | None, closing: ExitStack) -> LaterAn
     """Start a map in the background; return the answers to come. Where it cannot go on there, wait for its end.
 
     Args:
-        place: The place of the notebook; None in a script.
+        place: Where the notebook shows the map; None in a script.
         closing: Handed to the run.
     """
     launcher = default_launcher()

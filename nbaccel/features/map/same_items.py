@@ -146,7 +146,7 @@ class FirstItems:
     """The facts about its items that a rank shows to the others.
 
     Args:
-        mark: The mark of the items.
+        mark: The mark that identifies the items.
         checksums: The checksums of the first items, one each; empty for items that are no sequence of Python's and no
             stream.
         is_all: A stream has no others.
@@ -200,12 +200,12 @@ def refuse_different_items(found: Sequence[FirstItems], error: BaseException | N
     """Refuse items that are not the same in all ranks; each of them raises.
 
     Args:
-        found: The found of every rank.
+        found: What was found on every rank.
         error: That those of this rank have raised.
 
     Raises:
         ValueError: They are not.
-        PeerFailed: Those of another rank have raised an error.
+        PeerFailed: The items of another rank have raised an error.
         The error that this rank's own have raised.
     """
     if error is not None:

@@ -32,8 +32,8 @@ class GroupPolicy:
     Args:
         kind: "transformer_based_wrap", "size_based_wrap", "no_wrap", a function of a module, or None for what the model
             is.
-        class_names: The class names of the blocks, for the first.
-        min_parameters: The min parameters of a block, for the second.
+        class_names: The class names of blocks, for the first rule.
+        min_parameters: The least number of parameters of a block, for the second rule.
     """
 
     kind: str | Callable[..., bool] | None = None

@@ -42,8 +42,8 @@ class LibrarySettings:
     """Values by module and setting.
 
     Args:
-        process: The process of the process itself.
-        options: The options of packages.
+        process: Settings of the process itself.
+        options: Options of packages.
         loggers: By name.
         levels: Names of levels.
         unsent: Handlers that cannot be sent, in words.

@@ -46,7 +46,7 @@ class Patch:
     """A function or class of `package` in torch; "__main__" is a cell of the notebook.
 
     Args:
-        module: The module of torch.
+        module: A module of torch.
         kind: The class in it, if it is in one.
         name: The name of the attribute.
         is_function: It is a function of the module.

@@ -42,7 +42,7 @@ class _HomeTask(Task):
 
 
 class InitTask(_HomeTask):
-    """The first task of persistent ranks: it does nothing, and its home is that of all later tasks.
+    """The first task of persistent ranks: it only makes the namespace in which all later tasks run.
 
     A fork has every name of the notebook; a rank of the zygote has none, and gets each with the first cell that reads
     it.

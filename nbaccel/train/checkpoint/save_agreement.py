@@ -77,7 +77,7 @@ class Share:
 
 
 class Alone:
-    """Agreement of a process that saves alone. `SaveAgreement` is that of several."""
+    """Agreement of a process that saves alone; see `SaveAgreement` for several."""
 
     def begin(self) -> None:
         """Show the other ranks that this one takes part."""

@@ -113,9 +113,9 @@ def order_of(loader: DataLoader[Any]) -> list[int] | None:
 
 
 def rows_of(dataset: Any) -> Sequence[int] | None:
-    """Return the numbers of the rows that `dataset` takes from a larger one; None where it says nothing of that kind.
+    """Return the numbers of the rows that `dataset` takes from a larger one; None if it does not tell them.
 
-    Known are torch's `Subset`, and the datasets of Hugging Face in one piece of memory.
+    torch's `Subset` tells them, and so do datasets of Hugging Face that lie in one piece of memory.
     """
     if type(dataset) is Subset:
         inside = rows_of(dataset.dataset)

@@ -318,7 +318,7 @@ def _lists_samples(value: Sequence[Any], count: int) -> bool | None:
 
 
 def _is_column(value: Any, count: int) -> bool | None:
-    """Return whether what `value` holds has `count` rows or entries; None where it holds nothing that has rows."""
+    """Return whether the members of `value` have `count` rows or entries; None if no member has rows."""
     if is_array(value):
         return bool(value.shape[0] == count)
     if type(value) in (list, tuple) and len(value) == count and _are_alike(value):

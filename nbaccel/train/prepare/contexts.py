@@ -231,7 +231,7 @@ class GradientState:
     """
 
     def __init__(self, accumulation: Accumulation | None = None) -> None:
-        """Show `accumulation`, an accelerator's; None is that of the accelerator that was made last.
+        """Show an accumulation.
 
         Raises:
             RuntimeError: There is no accelerator yet.

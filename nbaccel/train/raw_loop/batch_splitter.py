@@ -73,8 +73,8 @@ class BatchSplitter:
 
     Args:
         on_split: Called once for each loader with the decision.
-        is_training: Whether the known models are in that mode.
-        batch_norms: Their layers that compute with the statistics of a batch, by name.
+        is_training: Whether the known models are in training mode.
+        batch_norms: The names of their layers that compute with the statistics of a batch.
         on_turn: Called for each part of a batch that comes in several, and with None when no other part of it will
             come.
         steps: Returns how many steps this task has reached.
@@ -85,7 +85,7 @@ class BatchSplitter:
 
     Attributes:
         batches: How many were handed out in this task.
-        has_split: Ranks got different ones.
+        has_split: Ranks got different batches.
         is_shared_out: A sampler, or a data set, gives each rank samples of its own.
         drawn: A digest of the sample numbers of all batches that were cut, compared between ranks; 0 before the first
             one.
@@ -133,7 +133,7 @@ class BatchSplitter:
 
         Args:
             mode: "split", "each" for separate batches of each rank, or "whole".
-            parts: Of all ranks together, the least number of parts of a batch.
+            parts: The least number of parts of a batch, counted over all ranks.
             order_seed: See `Streams`.
         """
         self._streams.begin(order_seed)

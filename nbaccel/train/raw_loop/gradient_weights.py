@@ -140,7 +140,7 @@ class References:
         return is_it
 
     def _is_count_by_chance(self, term: Hashable, here: float, known: tuple[float, float, float] | None) -> bool:
-        """Return whether a divisor that is equal in parts of different sizes is the count of a mask nevertheless."""
+        """Return whether a divisor is the count of a mask although parts of different sizes have the same."""
         before = [] if known is None else [known[0]]
         before += [self._alike[term]] if term in self._alike else []
         is_whole = _is_whole(here)
@@ -176,7 +176,8 @@ class References:
     ) -> bool | None:
         """Return whether a mean is multiplied by the number of its samples, so that it is a sum.
 
-        None where it is neither, where that is unknown, and where it was taken for the other.
+        Return None if the factor is neither the number of samples nor a constant, if that is not known yet, or if an
+        earlier batch was judged wrongly.
         """
         if differ(constants):
             if not all(rows) or differ([constant * count for constant, count in zip(constants, rows, strict=True)]):
@@ -312,28 +313,28 @@ VALUES = 5
 
 @dataclass(slots=True)
 class Say:
-    """Numbers of one rank.
+    """What one rank tells the others before each exchange of gradients, as numbers.
 
     Args:
-        done: Its program is over.
-        new: Leaves to be registered.
-        leaves: A digest of those that it reaches.
-        extras: A backward runs others inside.
-        shape: A digest of the loss's terms; 0 where they are not known.
-        terms: How many.
-        part: Its batch is a part of one.
-        own: Each rank has another batch.
-        rows: Samples of its batch.
-        whole: The whole of all of that batch.
-        obstacle: The loss is no sum over samples.
-        gives: Its gradient counts.
-        at: Its step.
-        steps: The steps of optimizers, so far.
-        batches: That were handed out, where they are cut; else 0.
-        drawn: A digest of the indices of these, before they were cut.
-        noise: The noise of the states of other random numbers, there.
-        lengths: The lengths of those below the loss, in the first batches that are cut, and now and then.
-        rates: The rates of learning rates, since the last one.
+        done: 1 if its program is over.
+        new: The number of leaves that have to be registered.
+        leaves: A digest of the leaves that the backward reaches.
+        extras: 1 if the backward runs others inside.
+        shape: A digest of the loss's terms; 0 if they are not known.
+        terms: The number of these terms.
+        part: 1 if its batch is a part of one.
+        own: 1 if each rank has another batch.
+        rows: The number of samples of its batch.
+        whole: The number of samples of the whole batch of which it has a part.
+        obstacle: Not 0 if the loss is no sum over samples.
+        gives: 1 if its gradient counts.
+        at: The number of its step.
+        steps: The number of steps of optimizers so far.
+        batches: The number of batches that were handed out, where they are cut; else 0.
+        drawn: A digest of the sample numbers of these batches, before they were cut.
+        noise: A digest of the states of the other random generators at that time.
+        lengths: A digest of the lengths of tensors below the loss, in the first batches that are cut, and now and then.
+        rates: A digest of the learning rates since the exchange before.
         check: A sum of weights, now and then.
     """
 

@@ -50,11 +50,11 @@ class Known:
     """Facts about a value that is computed of a part.
 
     Args:
-        power: The power of the number of ranks by which it differs from one process's; None if that is not known.
-        is_part: Whether it is of this rank's samples alone, so that it may differ by what these are, too.
-        is_batch: Whether it has an entry for each sample, or it is not known that it has none.
-        is_shape: Whether it is the shape of such a tensor.
-        is_sure: Whether it was followed all the way.
+        power: The value is that of one process times this power of the number of ranks; None if that is not known.
+        is_part: The value comes from this rank's samples alone, so it also differs because the samples differ.
+        is_batch: The value has, or may have, an entry for each sample.
+        is_shape: The value is the shape of a tensor with an entry for each sample.
+        is_sure: The value was followed through all of its computation.
         items: What is known of each of several values.
     """
 

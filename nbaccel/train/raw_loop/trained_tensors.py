@@ -259,7 +259,7 @@ class Models:
 
         Args:
             batch: How many batches were handed out.
-            sizes: The sizes of the current one in all ranks, where each has a part of it.
+            sizes: The sizes of the current batch on all ranks, where each has a part of it.
             by_holders: Look also for optimizers that hold plain tensors, for which another batch may be too late.
         """
         self._around = None
