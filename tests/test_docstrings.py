@@ -37,6 +37,7 @@ MODULES = [
 SEAMS = {
     "nbaccel.features.map.formats": "Format",
     "nbaccel.features.map.item_source": "ItemSource",
+    "nbaccel.launching.processes.start": "StartMethod",
     "nbaccel.namespace.kind": "Kind",
     "nbaccel.notebook.cell_mode": "CellMode",
     "nbaccel.output.painter": "Screen",
@@ -95,7 +96,7 @@ def _callables() -> Iterator[tuple[str, Callable[..., Any]]]:
         module = import_module(module_name)
         for name in sorted({*getattr(module, "__all__", ()), *others}):
             for path, value in _described(f"{module_name}.{name}", getattr(module, name)):
-                if id(value) not in seen and _is_ours(value) and not re.match(r"nbaccel\.Run\b", path):
+                if id(value) not in seen and _is_ours(value):
                     seen.add(id(value))
                     yield path, value
     yield from _of_seams()

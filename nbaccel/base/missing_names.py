@@ -112,9 +112,10 @@ _NOT_HERE: dict[str, str] = {
 def missing_from(module: str, *elsewhere: str, inside: Sequence[str] = (), instead: str = "") -> Callable[[str], Any]:
     """Return the ``__getattr__`` of `module`, which stands for one of Accelerate's.
 
-    elsewhere: modules in which a name is looked up first, since Accelerate shows most names in several places.
-    inside: submodules whose names the package shows, too. They look up others in the package: only their own count.
-    instead: the alternative to the whole module, where nbaccel has nothing of it.
+    Args:
+        inside: Submodules whose names the package shows, too. They look up others in the package: only their own count.
+        instead: The alternative to the whole module, where nbaccel has nothing of it.
+        *elsewhere: Modules in which a name is looked up first, since Accelerate shows most names in several places.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807

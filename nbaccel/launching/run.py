@@ -39,12 +39,12 @@ _MOST_BYTES, _MOST_BYTES_LATER = 1_000_000, 10_000
 class RunOrigin:
     """The choices with which a run was started.
 
-    flags: as they were typed, "-n 2 --seed 1", or as the arguments of `launch`.
-    choices: every choice that is not the default by name, also those of `%accelerate config`, as text.
-    seed: the shared seed, also one that was drawn; None if nothing was seeded.
-    began: seconds since 1970; 0 if unknown.
-    is_earlier: the run is of another kernel, an earlier one or one beside this, and was read from the file of
-    `--keep-runs`.
+    Args:
+        flags: As they were typed, "-n 2 --seed 1", or as the arguments of `launch`.
+        choices: Every choice that is not the default by its name, also those of ``%accelerate config``, as a text.
+        seed: The shared seed, also one that was drawn; None if nothing was seeded.
+        began: When it began, in seconds since 1970; 0 if unknown.
+        is_earlier: The run is of another kernel and was read from the file of ``--keep-runs``.
     """
 
     flags: str = ""
@@ -59,28 +59,12 @@ NO_ORIGIN = RunOrigin()
 
 @dataclass(slots=True, repr=False)
 class Run:
-    """A finished run, as numbers, words and pictures.
+    """A finished run, as numbers, texts and pictures.
 
     `launch` returns one. `nbaccel.last_run` is the last run in this notebook, however it was started and however it
-    ended: a `%%accelerate` cell (its value is that of its last expression), `launch`, `notebook_launcher`; None before
-    the first. The run stored there keeps nothing else alive: it holds only plain data up to 1 MB of the values, without
-    tensors (any other value is None), and the text of an error.
-
-    values: return values of the function, by rank; None for a rank that failed.
-    history: the curves of all ranks, and in `history.rows` the values that rank 0 logged.
-    error: the error of the run, None if there was none.  start_method, start_reason: how the ranks started, and why.
-    log_path: the file with everything the ranks printed; it exists as long as this process. Empty for a run in this
-    process.
-    seconds: wall time from the start of the ranks to the end of the last, with all attempts.
-    restarts: a line for each time that memory ran out and the run was started again; values are of the last attempt.
-    stopped: the line on its end at the time limit that its Accelerator had set; empty if it did not end so.
-    checkpoint: the newest that it wrote; empty if it wrote none.
-    config: the values that a sweep gave this run, by name; empty otherwise.
-    facts, state: the texts of the panel beside its numbers.
-    origin: its flags, its seed, when it began.
-    number: its number in `nbaccel.runs`, from 1; 0 for a run that is not in there.
-    goes_on_from: the number of the run whose checkpoint it resumed; 0 if it began anew, or that run is not known.
-    runs: the runs that a sweep consists of, in the order of the configurations; empty for a single run.
+    ended: a ``%%accelerate`` cell (its value is that of its last expression), `launch` or `notebook_launcher`. It is
+    None before the first run. The run stored there keeps nothing else alive: it holds plain data up to 1 MB of the
+    values, without tensors (any other value is None), and the text of an error.
 
         run = nbaccel.last_run
         run                                  # as the last line of a cell: its panel
@@ -89,13 +73,34 @@ class Run:
         run.history.to_csv("curves.csv")
         print(run.text)
 
-    >>> from nbaccel.base.events import Metric
-    >>> history = History(1)
-    >>> for step in range(3):
-    ...     history.feed(0, 0.1 * step, Metric({"acc": step / 4}, step))
-    >>> run = Run([None], history, None, "fork", "", "", seconds=0.5)
-    >>> run, run.curves["acc"].mean
-    (<Run: done in 0.5 s, 3 steps, acc 0.5000>, (0.0, 0.25, 0.5))
+    Args:
+        values: What the function returned, by rank; None for a rank that failed.
+        history: The curves of all ranks, and in `history.rows` the values that rank 0 logged.
+        error: The error of the run; None if there was none.
+        start_method: How the ranks started.
+        start_reason: Why they started so.
+        log_path: The file with everything that the ranks printed. It exists as long as this process; empty for a run in
+            this process.
+        seconds: The wall time from the start of the first rank to the end of the last, with all attempts.
+        restarts: A line for each time that memory ran out and the run was started again. `values` are of the last
+            attempt.
+        stopped: A line about the end at the time limit of the run's Accelerator; empty if it did not end so.
+        checkpoint: The newest checkpoint that it wrote; empty if it wrote none.
+        facts, state: The texts of the panel beside its numbers.
+        config: The values that a sweep gave this run, by name; empty otherwise.
+        origin: Its flags, its seed, and when it began.
+        number: Its number in `nbaccel.runs`, from 1; 0 for a run that is not in there.
+        goes_on_from: The number of the run whose checkpoint it resumed; 0 if it began anew, or that run is not known.
+        runs: The runs of a sweep, in the order of its configurations; empty for a single run.
+
+    Example:
+        >>> from nbaccel.base.events import Metric
+        >>> history = History(1)
+        >>> for step in range(3):
+        ...     history.feed(0, 0.1 * step, Metric({"acc": step / 4}, step))
+        >>> run = Run([None], history, None, "fork", "", "", seconds=0.5)
+        >>> run, run.curves["acc"].mean
+        (<Run: done in 0.5 s, 3 steps, acc 0.5000>, (0.0, 0.25, 0.5))
     """
 
     values: list[Any]
@@ -138,22 +143,25 @@ class Run:
     def figure(self, *names: str, size: tuple[float, float] | None = None) -> Figure:
         """Return a new `matplotlib.figure.Figure` of the run, on white: curves by rank and their mean, memory, speed.
 
-        As the last line of a cell it is shown; `figure.savefig("run.pdf")` saves it.
+        As the last line of a cell it is shown. `figure.savefig("run.pdf")` saves it.
 
-        names: the curves to draw; by default the loss.  size: in inches.
+        Args:
+            *names: The curves to draw; by default the loss.
+            size: Width and height in inches.
 
         Raises:
-            KeyError: no curve has that name.
+            KeyError: No curve has that name.
         """
         return draw(self.history, self.facts, names=names or None, size=size)
 
     def plot(self, *names: str) -> Picture:
-        """Return the picture that a cell keeps of its run; it is readable in all themes.
+        """Return the picture that a cell keeps of its run. It is readable in all themes.
 
-        names: the curves to draw; by default those of the cell.
+        Args:
+            *names: The curves to draw; by default those of the cell.
 
         Raises:
-            KeyError: no curve has that name.
+            KeyError: No curve has that name.
         """
         return kept(self.history, self.facts, self.seconds, self._state, names or None)
 
@@ -227,7 +235,9 @@ def record_of(
 ) -> Run:
     """Return the record of a run whose ranks have ended, without values yet.
 
-    ended: of the last attempt.  error: that of the rank that failed, if one did.
+    Args:
+        ended: The end of the last attempt.
+        error: That of the rank that failed, if one did.
     """
     ended.joined.checkpoint = checkpoint
     size = len(ended.reports)
@@ -252,8 +262,9 @@ def seen(run: Run, shown: RunView) -> None:
 def light_value(value: Any) -> Any:
     """Return a copy of `value` if it is plain data of 1 MB at most, else None.
 
-    >>> light_value({"loss": [0.5, 0.25]}), light_value(object()), light_value([object()])
-    ({'loss': [0.5, 0.25]}, None, None)
+    Example:
+        >>> light_value({"loss": [0.5, 0.25]}), light_value(object()), light_value([object()])
+        ({'loss': [0.5, 0.25]}, None, None)
     """
     if size_of(value) > _MOST_BYTES:
         return None

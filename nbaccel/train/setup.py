@@ -43,9 +43,10 @@ def setup_rank(
     Return the object that trains loops that prepare nothing, or watches them where there is one rank; None where they
     must not be trained so.
 
-    namespace: the cell's names; None for a function. A name `accelerator` that the user defined is left alone:
-    an Accelerator made in the kernel finds this rank's world at its first use.
-    binds_accelerator: False when the cell defines that name itself.
+    Args:
+        namespace: The cell's names; None for a function. A name `accelerator` that the user defined is left alone: an
+            Accelerator made in the kernel finds this rank's world at its first use.
+        binds_accelerator: False when the cell defines that name itself.
     """
     settings, world = RunSettings.from_env(), current_world()
     if world.is_distributed:

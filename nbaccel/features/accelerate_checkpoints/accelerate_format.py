@@ -32,8 +32,8 @@ def read_foreign(folder: Path, trust: bool) -> Content:
     """Return the content of a folder that Accelerate wrote.
 
     Raises:
-        UntrustedPickle: a file contains more than data, and `trust` was not given.
-        CheckpointCorrupt: a file cannot be read.
+        UntrustedPickle: A file contains more than data, and `trust` was not given.
+        CheckpointCorrupt: A file cannot be read.
     """
 
     def pickles(name: str, suffix: str) -> list[Any]:

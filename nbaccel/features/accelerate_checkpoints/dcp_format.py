@@ -39,8 +39,8 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     """Return the nested state dict in `folder`, its tensors as `StoredTensor`.
 
     Raises:
-        UntrustedPickle: the metadata or a value asks for more than data.
-        CheckpointCorrupt: a file is missing, or is not as DCP writes it.
+        UntrustedPickle: The metadata or a value asks for more than data.
+        CheckpointCorrupt: A file is missing, or is not as DCP writes it.
     """
     path = folder / _METADATA
     try:
@@ -89,8 +89,8 @@ class _Pieces:
         """Load one piece.
 
         Raises:
-            UntrustedPickle: it is more than data.
-            CheckpointCorrupt: it is not complete.
+            UntrustedPickle: It is more than data.
+            CheckpointCorrupt: It is not complete.
         """
         place = self._places[key]
         name = str(place.relative_path)

@@ -39,7 +39,8 @@ class DiscardedTask(CellTask):
 
     See `CellTask` for the other arguments; what subclasses measure, they write into `folder`.
 
-    folder: exists, and is shared by the ranks.
+    Args:
+        folder: Exists, and is shared by the ranks.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class DiscardedTask(CellTask):
 class GradientTask(DiscardedTask):
     """Runs a cell until its first step, whose gradients are recorded.
 
-    make_probe: "module:function" that returns what watches the cell.
-    turns, steps: see `nbaccel.features.check.dry_run.gradient_probe.GradientProbe`.
+    Args:
+        make_probe: "module:function" that returns what watches the cell.
+        turns, steps: See `nbaccel.features.check.dry_run.gradient_probe.GradientProbe`.
     """
 
     reference = "nbaccel.features.check.dry_run_task:GradientTask"
@@ -97,7 +99,8 @@ class GradientTask(DiscardedTask):
 class DryRunTask(DiscardedTask):
     """Tries a cell with a few batches of each loop.
 
-    make_parts: "module:function" that returns what cuts loaders and measures, see `RankDryRun`.
+    Args:
+        make_parts: "module:function" that returns what cuts loaders and measures, see `RankDryRun`.
     """
 
     reference = "nbaccel.features.check.dry_run_task:DryRunTask"

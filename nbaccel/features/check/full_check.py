@@ -42,7 +42,12 @@ _CAUSES_RAW = (
 
 @dataclass(frozen=True, slots=True)
 class StepGradients:
-    """The gradients of one rank at the step.  record: see `GradientProbe`.  values: all of them, as a tensor."""
+    """The gradients of one rank at the step.
+
+    Args:
+        record: See `GradientProbe`.
+        values: All of them, as a tensor.
+    """
 
     record: Mapping[str, Any]
     values: Any
@@ -66,9 +71,10 @@ class StepGradients:
 class FullCheck:
     """The further runs of one cell.
 
-    again: runs the dry run once more, from the folder of the first one's records, and returns what it found.
-    attempt: runs the cell to its first step, by a plan, see `GradientTask` for both numbers; returns what was found,
-        and the gradients of each rank.
+    Args:
+        again: Runs the dry run once more, from the folder of the first one's records, and returns what it found.
+        attempt: Runs the cell to its first step, by a plan, see `GradientTask` for both numbers; returns what was
+            found, and the gradients of each rank.
     """
 
     def __init__(
@@ -82,7 +88,11 @@ class FullCheck:
         self._attempt = attempt
 
     def lines(self, first: DryRunResult) -> Iterator[ReportLine]:
-        """Run the cell again, and yield the lines about it.  first: what the dry run has found."""
+        """Run the cell again, and yield the lines about it.
+
+        Args:
+            first: What the dry run has found.
+        """
         if first.error is not None:
             yield ReportLine(YELLOW, "seeds and gradients were not checked: the cell did not come to its end")
             return
@@ -170,7 +180,8 @@ def _why_not(record: Mapping[str, Any]) -> str:
 def compared(of_ranks: Sequence[StepGradients], one: StepGradients, is_own: bool) -> ReportLine:
     """Return the line on the gradients of ranks, beside those of one process.
 
-    is_own: ranks have batches of their own.
+    Args:
+        is_own: Ranks have batches of their own.
     """
     ranks, step = len(of_ranks), of_ranks[0].record["step"]
     if why := _why_not(one.record):
@@ -235,7 +246,8 @@ def _have_same_samples(of_ranks: Sequence[StepGradients], one: StepGradients) ->
 def _differing(first: DryRunResult, second: DryRunResult, key: str) -> list[str]:
     """Return names that differ between two runs in some rank.
 
-    key: of the facts: "checksums" of parameters, or "seen".
+    Args:
+        key: The key of the facts: "checksums" of parameters, or "seen".
     """
     found: dict[str, None] = {}
     for one, other in zip(first.facts, second.facts, strict=True):

@@ -44,11 +44,13 @@ _Parts = tuple[bool, ...]
 def incomparable_names(tree: ast.Module, namespace: Mapping[str, Any]) -> set[str]:
     """Return the names of the cell `tree` that are bound to times, or to the number of a rank.
 
-    namespace: has the functions that the cell calls.
+    Args:
+        namespace: Has the functions that the cell calls.
 
-    >>> text = "began = time.time(); x = f(1); took = (g() - began) / 60; rank = int(os.environ['RANK'])"
-    >>> sorted(incomparable_names(ast.parse(text), {}))
-    ['began', 'rank', 'took']
+    Example:
+        >>> text = "began = time.time(); x = f(1); took = (g() - began) / 60; rank = int(os.environ['RANK'])"
+        >>> sorted(incomparable_names(ast.parse(text), {}))
+        ['began', 'rank', 'took']
     """
     with suppress(RecursionError):  # a sum of hundreds of terms, in which nobody looks for a time
         return _time_names(tree, namespace) | _rank_names(tree)
@@ -80,7 +82,8 @@ def _clocks(tree: ast.Module, namespace: Mapping[str, Any]) -> Iterator[str]:
 class _Times:
     """The names of one block of code that hold times.
 
-    functions: those that return times.
+    Args:
+        functions: Those that return times.
     """
 
     def __init__(self, functions: Mapping[str, _Parts]) -> None:
@@ -214,7 +217,11 @@ def _functions_called(tree: ast.Module, namespace: Mapping[str, Any]) -> dict[st
 
 
 def _returned_times(function: _Function, timed: Mapping[str, _Parts]) -> _Parts:
-    """Return which of the values that a function returns are times.  timed: the functions that return some."""
+    """Return which of the values that a function returns are times.
+
+    Args:
+        timed: The functions that return some.
+    """
     times = _Times(timed)
     times.names(function.body)
     returned = [node.value for node in _own_nodes(function.body) if isinstance(node, ast.Return) and node.value]

@@ -21,18 +21,20 @@ _Loop = ast.For | ast.AsyncFor | ast.While
 def trained_names(tree: ast.Module, namespace: Mapping[str, Any]) -> set[str]:
     """Return the names that are bound or extended where the cell trains, and those that are computed from them alone.
 
-    namespace: has the functions that the cell calls.
+    Args:
+        namespace: Has the functions that the cell calls.
 
-    >>> sorted(trained_names(ast.parse('''
-    ... for x in loader:
-    ...     loss = model(x)
-    ...     loss.backward()
-    ... for x in test_loader:
-    ...     right += model(x)
-    ... accuracy = right / 100
-    ... shown = loss.item()
-    ... '''), {}))
-    ['loss', 'shown']
+    Example:
+        >>> sorted(trained_names(ast.parse('''
+        ... for x in loader:
+        ...     loss = model(x)
+        ...     loss.backward()
+        ... for x in test_loader:
+        ...     right += model(x)
+        ... accuracy = right / 100
+        ... shown = loss.item()
+        ... '''), {}))
+        ['loss', 'shown']
     """
     training = {name for name, value in namespace.items() if _trains_by_code(value)}
     training |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _trains(node, training)}

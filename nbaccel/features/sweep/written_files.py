@@ -34,7 +34,9 @@ class WrittenFiles(RankPart):
 def note_written_files(path: str) -> None:
     """Begin to list the files that this process writes. Called once per process.
 
-    path: of the list, one line for each file; the folder it is in belongs to the run, and its files are not listed.
+    Args:
+        path: The path of the list, one line for each file; the folder it is in belongs to the run, and its files are
+            not listed.
     """
     files = _Files(path)
     when_loaded({"torch": partial(_wrap_torch, files), "safetensors.torch": partial(_wrap_safetensors, files)})
@@ -42,7 +44,11 @@ def note_written_files(path: str) -> None:
 
 
 class _Files:
-    """The files of this process.  path: of the list."""
+    """The files of this process.
+
+    Args:
+        path: The path of the list.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = os.path.abspath(path)  # the program may change the working directory
@@ -93,7 +99,11 @@ def _wrap_safetensors(files: _Files, module: Any) -> None:
 
 
 def _noted(function: Callable[..., Any], files: _Files, position: int, name: str) -> Callable[..., Any]:
-    """Return `function`, which lists the path that it is given.  position, name: of that argument."""
+    """Return `function`, which lists the path that it is given.
+
+    Args:
+        position, name: Those of that argument.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -56,8 +56,9 @@ Naming = Callable[[str], str | None]  # filename -> "Cell In[5]"
 class ErrorLink:
     """One exception of a chain: its text, the places it passed, and how it led to the next.
 
-    worker: the end of the worker process of a DataLoader, if the exception is about one.
-    demand: the numbers of the refused request for memory, if it is about one.
+    Args:
+        worker: The end of the worker process of a DataLoader, if the exception is about one.
+        demand: The numbers of the refused request for memory, if it is about one.
     """
 
     type_name: str
@@ -166,9 +167,11 @@ def _users_places(trace: TracebackType | None) -> list[Place]:
 class RankFailure:
     """The failure that ended a run, as the kernel shows it.
 
-    rank: the first rank that failed.  peers: one sentence on the end of the others.
-    error: the user's exception if it could be sent, otherwise None.
-    is_everyones: all ranks failed with the same error.
+    Args:
+        rank: The first rank that failed.
+        error: The user's exception if it could be sent, otherwise None.
+        peers: One sentence on the end of the others.
+        is_everyones: All ranks failed with the same error.
     """
 
     rank: int
@@ -181,7 +184,8 @@ class RankFailure:
     def exception(self, cell_name: Naming | None = None, hint: str = "") -> BaseException:
         """Return the exception to raise in the kernel: the user's class, rendered with the rank's own traceback.
 
-        hint: a last line for the reader.
+        Args:
+            hint: A last line for the reader.
         """
         error = self._stand_in() if self.error is None else self.error
         lines = self.render(cell_name) + ([hint] if hint else [])
@@ -270,8 +274,10 @@ LIMIT_BYTES = 200_000
 class ValueSummary(NamedTuple):
     """One name of the user's.
 
-    form: type and size, "int64 (7,) on cpu, 56 B"; it should be the same on all ranks.
-    text: a short repr of plain data, empty for other values.  flaw: "NaN", "NaN in fc.weight", empty if none was seen.
+    Args:
+        form: Type and size, "int64 (7,) on cpu, 56 B"; it should be the same on all ranks.
+        text: A short repr of plain data, empty for other values.
+        flaw: "NaN", "NaN in fc.weight", empty if none was seen.
     """
 
     name: str
@@ -283,7 +289,10 @@ class ValueSummary(NamedTuple):
 class FrameSnapshot(NamedTuple):
     """One frame of a rank's Python stack.
 
-    source: its line as the rank saw it.  is_users: it belongs to no library.  values: the names that its code uses.
+    Args:
+        source: Its line as the rank saw it.
+        is_users: It belongs to no library.
+        values: The names that its code uses.
     """
 
     file: str
@@ -297,7 +306,8 @@ class FrameSnapshot(NamedTuple):
 class CollectiveCall(NamedTuple):
     """A collective of the project that the rank entered, and the line of the user's that called it.
 
-    file: empty if no line of the user's is above it, as in a thread of the project.
+    Args:
+        file: Empty if no line of the user's is above it, as in a thread of the project.
     """
 
     operation: str
@@ -319,8 +329,9 @@ class StackSnapshot:
     def to_json(self, limit_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
         """Return JSON of at most `limit_bytes`; if that is too little, names of the outermost frames are dropped first.
 
-        >>> StackSnapshot([FrameSnapshot("a.py", 3, "f", "g(x)")]).to_json()["calls"]
-        []
+        Example:
+            >>> StackSnapshot([FrameSnapshot("a.py", 3, "f", "g(x)")]).to_json()["calls"]
+            []
         """
         scenes, calls = list(self.scenes), list(self.calls)
         excess = len(json.dumps([scenes, calls])) - limit_bytes
@@ -347,8 +358,10 @@ def _scenes(data: dict[str, Any]) -> list[FrameSnapshot]:
 class ConnectionState:
     """The state of a rank's process groups on a device after a task.
 
-    is_cut: they were aborted.  is_sound: the rank is as its last whole step left it.
-    obstacle: the reason why they cannot be formed anew; empty if they can.
+    Args:
+        is_cut: They were aborted.
+        is_sound: The rank is as its last whole step left it.
+        obstacle: The reason why they cannot be formed anew; empty if they can.
     """
 
     is_cut: bool
@@ -360,10 +373,14 @@ class ConnectionState:
 class RankReport:
     """The report of a rank when its work was over.
 
-    status: "ok", "stopped" (by the project's stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
-    payload_fd: memfd of its values; the reader of the report closes it.  snapshot: the state of its stack.
-    names: the names of a persistent rank.  sequence: number of collectives that torch has issued in the default process
-    group; None without one.  cut: the state of its groups on a device, if it has some.
+    Args:
+        status: "ok", "stopped" (by the project's stop or an interrupt), "failed" (an exception) or "exited"
+            (SystemExit).
+        payload_fd: Memfd of its values; the reader of the report closes it.
+        snapshot: The state of its stack.
+        names: The names of a persistent rank.
+        sequence: Number of collectives that torch has issued in the default process group; None without one.
+        cut: The state of its groups on a device, if it has some.
     """
 
     status: str

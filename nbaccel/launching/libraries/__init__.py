@@ -39,7 +39,11 @@ _TRAINERS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], None]]
 
 
 class OtherLibraries(RankPart):
-    """Makes libraries use the existing ranks, and report.  sees_one_card: see `WorkerBoot`."""
+    """Makes libraries use the existing ranks, and report.
+
+    Args:
+        sees_one_card: See `WorkerBoot`.
+    """
 
     def __init__(self, world: World, sees_one_card: bool) -> None:
         self._world = world
@@ -64,8 +68,10 @@ def attach_to_foreign_trainers() -> None:
 def foreign_trainers_report(has_stopped: Callable[[], bool]) -> Iterator[None]:
     """Make the trainers that the block uses report, as they do in ranks.
 
-    has_stopped: returns whether an interrupt of the user's has acted in the block. A trainer that reacts by ending its
-    training in its own way returns to a program that cannot know of it: `KeyboardInterrupt` is raised there.
+    Args:
+        has_stopped: Returns whether an interrupt of the user's has acted in the block. A trainer that reacts by ending
+            its training in its own way returns to a program that cannot know of it: `KeyboardInterrupt` is raised
+            there.
     """
     with ExitStack() as undo:
         attach = functools.partial(_attach_meanwhile, undo, has_stopped)

@@ -112,7 +112,11 @@ class _Journal:
 
     @contextmanager
     def lock(self, path: str, kind: int) -> Iterator[None]:
-        """Keep a reader of `path` and its writer apart.  kind: `fcntl.LOCK_SH` to read, `fcntl.LOCK_EX` to write."""
+        """Keep a reader of `path` and its writer apart.
+
+        Args:
+            kind: `fcntl.LOCK_SH` to read, `fcntl.LOCK_EX` to write.
+        """
         with ExitStack() as stack:
             with suppress(OSError):
                 fcntl.flock(stack.enter_context(open(f"{self.path}.{zlib.crc32(os.fsencode(path))}", "w")), kind)
@@ -122,8 +126,11 @@ class _Journal:
 class _Files(Protocol):
     """The saving, loading and removing of a rank.
 
-    path: absolute.  saves, loads, removes: functions that do it; `loads` may be given another path.  target: where
-    `path` is moved to, absolute; None if it is removed.
+    path: absolute.
+
+    Attributes:
+        saves, loads, removes: Functions that do it; `loads` may be given another path.
+        target: Where `path` is moved to, absolute; None if it is removed.
     """
 
     def save(self, path: str, saves: Callable[..., Any]) -> Any: ...
@@ -161,7 +168,7 @@ class _Writer:
     """Rank 0: saves and removes, and writes it into the journal.
 
     Args:
-        world_size: Of the run.
+        world_size: The world size of the run.
     """
 
     def __init__(self, journal: _Journal, world_size: int) -> None:
@@ -365,7 +372,7 @@ class _OpenedFiles:
         """Record the first write to a file that the notebook has open, whatever writes: a handler, a `csv.writer`.
 
         Args:
-            file: Of Python's own classes. All of them call the `write` of the file below, which writes to the
+            file: The file of Python's own classes. All of them call the `write` of the file below, which writes to the
                 descriptor.
         """
         with suppress(Exception):  # a file without one is not watched
@@ -469,7 +476,11 @@ def _wrap_safetensors(files: _Files, module: Any) -> None:
 def _wrapped(
     function: Callable[..., Any], act: Callable[[str, Callable[[], Any]], Any], position: int, name: str
 ) -> Callable[..., Any]:
-    """Return `function`, called through `act` if a program gives it a path.  position, name: of that argument."""
+    """Return `function`, called through `act` if a program gives it a path.
+
+    Args:
+        position, name: Those of that argument.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

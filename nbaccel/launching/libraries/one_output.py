@@ -44,7 +44,8 @@ class ProgressBars(RankPart):
     `update` are unchanged. tqdm, the `Progress` of rich, and fastprogress are patched. A bar that writes to a file of
     the program's own is left alone.
 
-    world: that of this rank.
+    Args:
+        world: That of this rank.
     """
 
     def __init__(self, world: World) -> None:
@@ -152,7 +153,8 @@ class OneTrackedRun(RankPart):
     that the notebook has begun goes on by rank 0; MLflow by itself would begin another one in each rank. Not covered:
     names such as `from wandb import init` of the notebook, trackers of other libraries.
 
-    store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
+    Args:
+        store_path: A path that is the same in all ranks of the run, in a folder of the run's own.
     """
 
     def __init__(self, world: World, store_path: str) -> None:
@@ -246,7 +248,11 @@ def _is_meant(options: dict[str, Any]) -> bool:
 
 
 def _write_by_rank_0(world: World, folders: str, module: Any) -> None:
-    """Make rank 0 list its writers' folders, and the other ranks read the list.  folders: the list's file."""
+    """Make rank 0 list its writers' folders, and the other ranks read the list.
+
+    Args:
+        folders: The list's file.
+    """
     kind = module.SummaryWriter
     makes = kind.__init__
     count = 0

@@ -56,28 +56,38 @@ class StartMethod(Protocol):
         """Wait for the resources that `start` needs. Nothing has begun yet, so an interrupt may be raised here."""
 
     def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
-        """Pack the values that the ranks need and cannot see.
+        """Pack the values that the ranks need and cannot see. The time limit of the run and an interrupt can end it.
 
-        The time limit of the run, an interrupt, and `beside` can end it.
+        Args:
+            spec: The run.
+            beside: Served while the packing goes on; they can end it too.
 
         Raises:
-            CannotSend: a name cannot be sent to the ranks.  TimeoutError: the limit was over.
+            CannotSend: A name cannot be sent to the ranks.
+            TimeoutError: The time limit was over.
         """
 
     def close(self) -> None:
         """Release the packed values; a second call changes nothing."""
 
     def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
-        """Start one process per boot, in the order of ranks. The descriptors in `boots` still belong to the caller.
+        """Start one process for each boot record.
 
-        kernel_fds: descriptors of the run that only the kernel may hold.
+        Args:
+            boots: The boot records, in the order of ranks. The descriptors in them still belong to the caller.
+            task: What the ranks run.
+            kernel_fds: Descriptors of the run that only the kernel may hold.
+
+        Returns:
+            The processes, in the order of ranks.
         """
 
 
 class ForkStart:
     """Starts ranks as copies of the kernel: they see the whole notebook, and nothing is copied until it is written.
 
-    resource_fds: descriptors that the kernel holds from run to run, and no rank may hold.
+    Args:
+        resource_fds: Descriptors that the kernel holds from run to run, and no rank may hold.
     """
 
     def __init__(self, resource_fds: Collection[int]) -> None:
@@ -91,7 +101,7 @@ class ForkStart:
         """Pack nothing, since a fork sees everything, and find the open files that ranks must not share.
 
         Raises:
-            LaunchRefused: they would have to.
+            LaunchRefused: They would have to.
         """
         task = spec.task
         self._files = FilesOfRanks.behind(
@@ -192,8 +202,9 @@ class ForkStart:
 class ZygoteStart:
     """Starts ranks as copies of a clean process with torch loaded; the names that they read are sent by pickle.
 
-    zygote: returns that process, which it starts anew if it is gone.
-    starts_again: ranks may be started again later, so the packed values are kept until `close`.
+    Args:
+        zygote: Returns that process, which it starts anew if it is gone.
+        starts_again: Ranks may be started again later, so the packed values are kept until `close`.
     """
 
     def __init__(self, zygote: Callable[[], Zygote], *, starts_again: bool = False) -> None:
@@ -243,7 +254,8 @@ def _share_resource_tracker() -> None:
 def _flush_open_files(others: Sequence[Any]) -> None:
     """Flush the notebook's open files: otherwise each rank that writes to one would write the buffered part again.
 
-    others: those that no name of the notebook has.
+    Args:
+        others: Those that no name of the notebook has.
     """
     for value in [*vars(sys.modules["__main__"]).values(), *others]:
         if issubclass(type(value), io.IOBase) and type(value).__module__ in ("_io", "io"):
@@ -288,13 +300,17 @@ The pointer is word 83 in Python 3.13.
 
 @dataclass(frozen=True, slots=True)
 class MainThread:
-    """The main thread's place.  address: of two words, identity and pointer.  state: the value of the pointer.
+    """The main thread's place.
 
     In a child, the thread that forked it is the main thread. CPython records its identity (``PyOS_AfterFork_Child``).
     But from Python 3.13 on a signal wakes a thread state (``_PyEval_SignalReceived``), by a pointer in the runtime that
     is written once, when the interpreter begins. If another thread forked the child, this is the state of a thread that
     does not exist there. A loop in Python then receives no interrupt until it waits for something. Used before a fork,
     and in the child.
+
+    Args:
+        address: The address of two words, identity and pointer.
+        state: The value of the pointer.
     """
 
     address: int

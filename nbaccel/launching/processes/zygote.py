@@ -101,7 +101,7 @@ class Zygote:
         """Fork one rank per boot from the zygote.
 
         Raises:
-            LaunchRefused: the zygote could not start, or died.
+            LaunchRefused: The zygote could not start, or died.
         """
         self.get_ready()
         kernel = {"state": KernelState.capture(), "patches": self._patches.find()}
@@ -148,7 +148,7 @@ class Zygote:
         """Wait until torch is loaded. An interrupt ends only this wait: the zygote goes on loading.
 
         Raises:
-            LaunchRefused: the zygote could not start, or died.
+            LaunchRefused: The zygote could not start, or died.
         """
         if not self._is_ready:
             select.select([self._channel], [], [], _START_TIMEOUT_S)  # an interrupt here loses no part of a frame
@@ -220,7 +220,8 @@ def main(channel_fd: int, kernel_pidfd: int, has_shell: bool) -> None:
 def _wait_for_last_checkpoints(ranks: Collection[int], kernel_pidfd: int) -> None:
     """Give ranks time to save, if the kernel has died; those that save nothing end at once by themselves.
 
-    ranks: a pidfd for each.
+    Args:
+        ranks: A pidfd for each.
     """
     kernel = select.poll()
     kernel.register(kernel_pidfd, select.POLLIN)

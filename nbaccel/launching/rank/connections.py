@@ -35,7 +35,7 @@ class Connections:
     not encrypted; the notebook opens another one afterwards.
 
     Args:
-        families: Of each descriptor, the family of its socket.
+        families: The family of the socket of each descriptor.
         encrypted: Descriptors that an `SSLSocket` reads.
     """
 

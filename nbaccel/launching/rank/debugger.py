@@ -81,7 +81,11 @@ class NoDebugging:
 
 
 class Debugging(NoDebugging):
-    """The rank that is debugged.  begin: called before a post-mortem."""
+    """The rank that is debugged.
+
+    Args:
+        begin: Called before a post-mortem.
+    """
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
@@ -101,9 +105,10 @@ class Debugging(NoDebugging):
 def debugging(debugged: int | None, rank: int, ask: Ask, say: Callable[[str], None]) -> Iterator[NoDebugging]:
     """Run the user's code inside this context.
 
-    debugged: the rank to debug; None for a run without a debugger, in which `breakpoint()` is refused.
-    say: tells the kernel at once that the user leaves the run from the debugger ("quit"), before `BdbQuit` goes on, and
-    that an error is being inspected ("post_mortem").
+    Args:
+        debugged: The rank to debug; None for a run without a debugger, in which `breakpoint()` is refused.
+        say: Tells the kernel at once that the user leaves the run from the debugger ("quit"), before `BdbQuit` goes on,
+            and that an error is being inspected ("post_mortem").
     """
     if debugged is None:
         yield NoDebugging()

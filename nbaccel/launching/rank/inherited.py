@@ -329,7 +329,8 @@ class LostThreads:
     seconds, and no thread of the rank is left that could wake it. A wait with a limit, again and again at one place, as
     `while not event.wait(5)` of dask does, may end otherwise: of that one line tells.
 
-    interrupt: raises its argument in the main thread, where the user's code is running.
+    Args:
+        interrupt: Raises its argument in the main thread, where the user's code is running.
     """
 
     def __init__(self, rank: int, threads: Sequence[threading.Thread], interrupt: Callable[[Exception], None]) -> None:

@@ -111,8 +111,9 @@ def new_shell() -> None:
 def adopt_notebook(rank: int, publish: Publish, old_streams: tuple[Any, Any]) -> None:
     """Redirect the notebook's output and input to the rank's.
 
-    old_streams: the stdout and stderr of the kernel; code with a reference to them writes to the rank's streams from
-    now on.
+    Args:
+        old_streams: The stdout and stderr of the kernel; code with a reference to them writes to the rank's streams
+            from now on.
     """
     _forward_streams(old_streams)
     _refuse_input(rank)

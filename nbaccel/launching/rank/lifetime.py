@@ -60,8 +60,12 @@ class DeathWatch:
     the kernel can hold its other end open, so that end-of-file never comes. The parent-death signal would not be enough
     either: it fires when the forking *thread* ends, and it does not reach the rank's own children.
 
-    channel_fd: the rank's end of its channel; the kernel keeps the other end open as long as it needs the rank.
-    when_kernel_died: called by the thread before that, if the kernel is dead; it returns when the rank may be killed.
+    Args:
+        channel_fd: The rank's end of its channel; the kernel keeps the other end open as long as it needs the rank.
+
+    Attributes:
+        when_kernel_died: Called by the thread before that, if the kernel is dead; it returns when the rank may be
+            killed.
     """
 
     def __init__(self, kernel_pidfd: int, channel_fd: int) -> None:
@@ -305,7 +309,9 @@ class ExitFunctions:
     def __call__(self, status: str) -> int:
         """End the process.
 
-        status: that of the rank's last task. Return the exit code, if other code has removed the registered function.
+        Args:
+            status: That of the rank's last task. Return the exit code, if other code has removed the registered
+                function.
         """
         self._code = 0 if status in ("ok", "stopped") else 1
         threading.Thread(target=self._cut, name="nbaccel-exit", daemon=True).start()

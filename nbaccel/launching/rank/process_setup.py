@@ -155,7 +155,8 @@ def meet_in_file(path: str, world: World, may_meet: Callable[[], None] = lambda:
     happened while a faster rank was already writing the next group's keys into it, which then waited for ever. The file
     is removed with its folder. Connections between the ranks stay on loopback.
 
-    may_meet: called when the file exists, before this rank waits for the others; raises if they cannot all come.
+    Args:
+        may_meet: Called when the file exists, before this rank waits for the others; raises if they cannot all come.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
@@ -322,7 +323,8 @@ def _autograd_refuses() -> bool:
 class ProcessGroups(RankPart):
     """Lets the ranks of this machine meet in a file, and their groups end without a hang.
 
-    store_path, world: see `meet_in_file`.
+    Args:
+        store_path, world: See `meet_in_file`.
     """
 
     def __init__(self, store_path: str, world: World, page: ControlPage) -> None:

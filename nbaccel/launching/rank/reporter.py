@@ -313,8 +313,9 @@ class MemoryMeter:
     Host bytes come from the kernel's own counts, device bytes from torch's caching allocator. Not covered: devices
     other than CUDA's (and those that ROCm presents as CUDA's), and memory that libraries take outside of the allocator.
 
-    >>> MemoryMeter().read().host_bytes > 0
-    True
+    Example:
+        >>> MemoryMeter().read().host_bytes > 0
+        True
     """
 
     def __init__(self) -> None:

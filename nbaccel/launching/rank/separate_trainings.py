@@ -59,9 +59,11 @@ class OneTraining(RankPart):
     which is an error; equal ones mean gradients that were synchronised by hand, or the same work in every rank, and one
     notice says which. A rank whose peers take no such step within 5 s steps alone, and says so.
 
-    is_watching: whether it judges at all; else it only reports.
+    Args:
+        is_watching: Whether it judges at all; else it only reports.
 
-    wrappers: models that the program has wrapped in one of the classes that synchronise, as long as they live.
+    Attributes:
+        wrappers: Models that the program has wrapped in one of the classes that synchronise, as long as they live.
     """
 
     def __init__(self, page: ControlPage, world: World, is_watching: bool) -> None:
@@ -117,7 +119,7 @@ class OneTraining(RankPart):
         """End a task that finished.
 
         Raises:
-            NotPrepared: it was refused, and the program went on: ``except Exception`` around a batch does that.
+            NotPrepared: It was refused, and the program went on: ``except Exception`` around a batch does that.
         """
         self._by_hand.end()
         if self._refused is not None:
@@ -168,7 +170,7 @@ class OneTraining(RankPart):
         """Compare this step with the peers.
 
         Raises:
-            NotPrepared: another rank steps with other gradients, or steps another optimizer.
+            NotPrepared: Another rank steps with other gradients, or steps another optimizer.
         """
         alone = [parameter for parameter in parameters if not self.keeps(parameter)]
         found = fingerprint(parameter.grad for parameter in alone)
@@ -355,7 +357,8 @@ def sequence_number() -> int | None:
 def note_wrappers(wrappers: weakref.WeakSet[Any], on_wrapped: Callable[[], None] = lambda: None) -> None:
     """Have every model that the program wraps for several ranks added to `wrappers`. Called once per process.
 
-    on_wrapped: called each time.
+    Args:
+        on_wrapped: Called each time.
     """
 
     def watch(name: str, module: Any) -> None:
@@ -524,7 +527,7 @@ class UpdatesByHand:
         """Compare the values that this backward reaches.
 
         Raises:
-            NotPrepared: by the judge. A type of tensor that cannot be compared is not the program's error.
+            NotPrepared: By the judge. A type of tensor that cannot be compared is not the program's error.
         """
         try:
             self._look(tensors)

@@ -23,7 +23,8 @@ class ShardedResults(RankPart):
     Counted are the steps of torch's optimizers that have a sharded parameter; updates by hand are not, so those are
     not noticed if ranks differ by one.
 
-    cut: knows whether this rank's rows can be used.
+    Args:
+        cut: Knows whether this rank's rows can be used.
     """
 
     def __init__(self, cut: CutWatch) -> None:

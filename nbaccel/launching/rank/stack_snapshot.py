@@ -42,8 +42,9 @@ _NO_DATA = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, typ
 def scenes(trace: TracebackType | None, file: str = "", names: Mapping[str, Any] | None = None) -> list[FrameSnapshot]:
     """Return the stack below the place that caught the error, outermost first; of a very deep one the innermost frames.
 
-    names: names that the top level of the cell `file` has bound; a frame of it is compiled in parts, and does not know
-    all.
+    Args:
+        names: Names that the top level of the cell `file` has bound; a frame of it is compiled in parts, and does not
+            know all.
     """
     found: list[tuple[FrameType, int]] = []
     while trace is not None:
@@ -115,10 +116,11 @@ def described(name: str, value: Any) -> ValueSummary:
     It runs none of the user's code, no `repr` and no `len` of their classes, reads no device memory, and reads tensors
     on the host only if they are small. Strings under names such as `token` or `api_key` are masked.
 
-    >>> described("lr", 0.5)
-    ValueSummary(name='lr', form='float', text='0.5', flaw='')
-    >>> described("api_key", "abc")
-    ValueSummary(name='api_key', form='str', text='<masked>', flaw='')
+    Example:
+        >>> described("lr", 0.5)
+        ValueSummary(name='lr', form='float', text='0.5', flaw='')
+        >>> described("api_key", "abc")
+        ValueSummary(name='api_key', form='str', text='<masked>', flaw='')
     """
     try:
         form = _form(value)[:_FORM]
@@ -256,7 +258,8 @@ class CallLog:
     Each has the user's lines that called it. The log gets `CollectiveEntered` on its way to the `PeerWatch`. A call
     costs up to 3 us here (measured on a busy machine); the entries stay in the rank until its report.
 
-    then: gets every event afterwards.
+    Args:
+        then: Gets every event afterwards.
     """
 
     def __init__(self, then: Sink) -> None:

@@ -31,7 +31,8 @@ _PIPE_BYTES = 1 << 20
 class RankStreams:
     """Makes this process print through the rank's pipes, from its creation on.
 
-    old_streams: the earlier `sys.stdout` and `sys.stderr`.
+    Attributes:
+        old_streams: The earlier `sys.stdout` and `sys.stderr`.
     """
 
     def __init__(self, boot: WorkerBoot, channel: Channel) -> None:

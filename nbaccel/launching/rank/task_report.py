@@ -50,7 +50,7 @@ class TaskReport:
         Args:
             status: How the task ended: "ok", "stopped", "exited" or "failed".
             error: With which it failed or exited.
-            trace: Of what ended it; None if it finished.
+            trace: The traceback of the error that ended it; None if it finished.
             task: None if it could not even be built.
         """
         snapshot = self._snapshot(trace, task)

@@ -84,7 +84,7 @@ class CheckpointDirectory:
 
     Attributes:
         latest: The checkpoint that this process has written or loaded last, if any.
-        lineage: Of the run that saves here.
+        lineage: The lineage of the run that saves here.
     """
 
     def __init__(self, project: ProjectConfiguration) -> None:

@@ -73,7 +73,7 @@ class Registered:
         """Add `objects` in their order.
 
         Raises:
-            ValueError: one of them has no state; none is added then.
+            ValueError: One of them has no state; none is added then.
         """
         unfit = [
             f"{type(thing).__name__} (argument {number})"
@@ -98,10 +98,14 @@ class Registered:
 class Checkpoints:
     """Saves and loads a training, and keeps what takes part in that. A part of the Accelerator.
 
-    directory: the folders of the project.  registered: what the program added.  epochs, remembered: its position and
-    values.
-    unwrap: ``unwrap(model, keep_torch_compile)`` returns the program's own module in a prepared one.
-    say: prints on the main process of each node.
+    Args:
+        directory: The folders of the project.
+        unwrap: ``unwrap(model, keep_torch_compile)`` returns the program's own module in a prepared one.
+        say: Prints on the main process of each node.
+
+    Attributes:
+        registered: What the program added.
+        epochs, remembered: Its position and values.
     """
 
     def __init__(
@@ -237,7 +241,8 @@ class Checkpoints:
     def save(self, target: Path, stamp: Stamp, blocking: bool, directory: CheckpointDirectory | None) -> Path:
         """Save this rank's share of a checkpoint; return the checkpoint, as far as its name is known.
 
-        directory: cleans up, in rank 0, once the checkpoint is complete.
+        Args:
+            directory: Cleans up, in rank 0, once the checkpoint is complete.
         """
         refuse_if_aborted(f"the checkpoint {target}")
         training = self.training()
@@ -420,7 +425,9 @@ class Checkpoints:
     ) -> None:
         """Continue from `choice`, which is the same on every rank. Collective.
 
-        was_chosen: by us, among several.  options: for the models' ``load_state_dict``.
+        Args:
+            was_chosen: By us, among several.
+            options: For the models' ``load_state_dict``.
         """
         training = self.training()
         for reason in choice.passed_over if self._context.state.is_main_process else ():
@@ -474,7 +481,11 @@ class Checkpoints:
         return reasons
 
     def _say_who_draws_anew(self, missing: Sequence[str]) -> None:
-        """Warn once, on rank 0.  missing: for each rank why it had no random states, or an empty text."""
+        """Warn once, on rank 0.
+
+        Args:
+            missing: For each rank why it had no random states, or an empty text.
+        """
         derived = [rank for rank, reason in enumerate(missing) if reason]
         if derived and self._context.state.is_main_process:
             ranks = f"{', '.join(map(str, derived))} of {self._context.state.num_processes}"
@@ -486,7 +497,8 @@ class Checkpoints:
     def from_main(self, call: str, ask: Callable[[], _T]) -> _T:
         """Return the result of `ask` on rank 0, or raise its error; the same on every rank. Collective.
 
-        call: what it is for, in a message about ranks that wait here.
+        Args:
+            call: What it is for, in a message about ranks that wait here.
         """
         answer: _T | None = None
         error: Exception | None = None
@@ -516,8 +528,9 @@ def _read(choice: FoundCheckpoint, trust: bool, by_rows: bool) -> Content:
 def _news(folder: Path, manifest: Manifest, world_size: int, place: str, reorders: bool) -> Iterator[str]:
     """Yield lines for a person about facts that the program itself did not choose.
 
-    place: where the training continues; empty where the program chose the folder itself.  reorders: the current
-    epoch of a loader continues in another order.
+    Args:
+        place: Where the training continues; empty where the program chose the folder itself.
+        reorders: The current epoch of a loader continues in another order.
     """
     if place:
         yield f"continuing from {folder}: {place}"

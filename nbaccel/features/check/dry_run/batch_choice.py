@@ -48,9 +48,12 @@ _DEEPEST = 3
 class ChosenBatches:
     """The rounds of a pass to be given, in this order. A round is as many batches as all readers take at a time.
 
-    positions: of each round in the pass.  kinds, sizes: of each; a size is None where batches do not differ.
-    given: how many of them a loop gets; the others are for a program that draws by ``next`` and counts on more.
-    rounds: how many the pass has.  mean_size: of those that were scanned; None where they do not differ.
+    Args:
+        positions: The positions of each round in the pass.
+        kinds, sizes: Those of each; a size is None where batches do not differ.
+        given: How many of them a loop gets; the others are for a program that draws by ``next`` and counts on more.
+        rounds: How many the pass has.
+        mean_size: The mean size of those that were scanned; None where they do not differ.
     """
 
     positions: tuple[int, ...]
@@ -73,9 +76,10 @@ class ChosenBatches:
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """Return the choice that `record` has written.
 
-        >>> chosen = choose(4, {})
-        >>> ChosenBatches.from_record(chosen.record()) == chosen
-        True
+        Example:
+            >>> chosen = choose(4, {})
+            >>> ChosenBatches.from_record(chosen.record()) == chosen
+            True
         """
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
@@ -93,13 +97,15 @@ def choose(
 ) -> ChosenBatches:
     """Choose of `rounds` rounds, at least one: the longest, one of median size, `more` others, and the last one.
 
-    sizes: of the rounds that were scanned, by position; empty where they do not differ.
-    is_between_first: begin with the one in between, for a loop whose first batch is not cut yet.
-    has_last: the last round is the last one of the pass; otherwise the pass goes on, and it is one like the others.
+    Args:
+        sizes: The sizes of the rounds that were scanned, by position; empty where they do not differ.
+        is_between_first: Begin with the one in between, for a loop whose first batch is not cut yet.
+        has_last: The last round is the last one of the pass; otherwise the pass goes on, and it is one like the others.
 
-    >>> chosen = choose(100, {0: 4.0, 1: 9.0, 2: 5.0, 99: 2.0})
-    >>> chosen.positions[:chosen.given]
-    (1, 2, 99)
+    Example:
+        >>> chosen = choose(100, {0: 4.0, 1: 9.0, 2: 5.0, 99: 2.0})
+        >>> chosen.positions[:chosen.given]
+        (1, 2, 99)
     """
     last = rounds - 1
     inner = range(last if has_last else rounds)
@@ -137,7 +143,11 @@ def _evenly(positions: list[int], count: int) -> list[int]:
 
 
 class ItemLengths:
-    """Lengths of the items of data sets, each read once.  clock: returns the time in seconds."""
+    """Lengths of the items of data sets, each read once.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -146,7 +156,9 @@ class ItemLengths:
     def sizes(self, dataset: Any, rounds: Sequence[Sequence[Any]]) -> dict[int, float]:
         """Return the sizes of rounds by position: of all, or of those that the scan reached; empty if all are alike.
 
-        rounds: each one batches of indices. A round is as large as its largest batch: the readers wait for each other.
+        Args:
+            rounds: Each one batches of indices. A round is as large as its largest batch: the readers wait for each
+                other.
         """
         lengths = self._lengths_of(dataset)
         sizes: dict[int, float] = {}
@@ -214,8 +226,9 @@ def _spread(count: int) -> Iterator[int]:
 def size_of_item(item: Any) -> int:
     """Return the length of an item: of its `input_ids`, else of its tensors and arrays, its lists, or its texts.
 
-    >>> size_of_item({"input_ids": [1, 2, 3], "label": 0}), size_of_item(("four", 1)), size_of_item(7)
-    (3, 4, 0)
+    Example:
+        >>> size_of_item({"input_ids": [1, 2, 3], "label": 0}), size_of_item(("four", 1)), size_of_item(7)
+        (3, 4, 0)
     """
     found: dict[str, int] = {}
     _measure(item, found, 0)

@@ -24,7 +24,9 @@ _POLL_S = 0.005
 class SharedDecisions:
     """Decisions of the ranks of one dry run.
 
-    folder: an empty one, that all ranks see.  patience_s: for how long the others wait for rank 0.
+    Args:
+        folder: An empty one, that all ranks see.
+        patience_s: For how long the others wait for rank 0.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, patience_s: float = _PATIENCE_S) -> None:
@@ -34,9 +36,11 @@ class SharedDecisions:
         self._patience_s = patience_s
 
     def take(self, name: str, decide: Callable[[], Any], default: Any) -> Any:
-        """Return the decision of that name, a value of JSON.  decide: rank 0's; it is not called in others.
+        """Return the decision of that name, a value of JSON.
 
-        default: for all ranks, where rank 0 has not come in time.
+        Args:
+            decide: Rank 0's; it is not called in others.
+            default: For all ranks, where rank 0 has not come in time.
         """
         is_alone = self._world_size == 1
         path = self._folder / (f"{name}-{self._rank}.json" if is_alone else f"{name}.json")

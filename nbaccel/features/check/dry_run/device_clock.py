@@ -37,7 +37,7 @@ def wait_for_device() -> None:
     """Return when the device has done all work that it was given.
 
     Raises:
-        RuntimeError: it has failed; that a program's last lines are the cause is seen only now.
+        RuntimeError: It has failed; that a program's last lines are the cause is seen only now.
     """
     cuda = _cuda()
     if cuda is not None:
@@ -47,7 +47,9 @@ def wait_for_device() -> None:
 class DeviceMark:
     """A moment in the program.
 
-    host_s: by the host's clock.  event: by the device's; None without CUDA.
+    Attributes:
+        host_s: By the host's clock.
+        event: By the device's; None without CUDA.
     """
 
     __slots__ = ("event", "host_s")

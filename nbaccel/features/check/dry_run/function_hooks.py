@@ -17,14 +17,15 @@ _ABSENT: Any = object()
 class FunctionHooks:
     """Functions that are replaced until `undo`.
 
-    >>> import math
-    >>> replaced = FunctionHooks()
-    >>> replaced.wrap(math, "sqrt", lambda real, x: real(x) + 1)
-    >>> math.sqrt(9)
-    4.0
-    >>> replaced.undo()
-    >>> math.sqrt(9)
-    3.0
+    Example:
+        >>> import math
+        >>> replaced = FunctionHooks()
+        >>> replaced.wrap(math, "sqrt", lambda real, x: real(x) + 1)
+        >>> math.sqrt(9)
+        4.0
+        >>> replaced.undo()
+        >>> math.sqrt(9)
+        3.0
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,8 @@ class FunctionHooks:
     def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Call `ours` instead of a function, with that function before its arguments.
 
-        owner: the module or the class that has it.
+        Args:
+            owner: The module or the class that has it.
         """
         real = getattr(owner, name)
 

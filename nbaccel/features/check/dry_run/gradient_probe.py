@@ -54,9 +54,11 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 class GradientProbe:
     """Watches the program of one rank until the step whose gradients are compared.
 
-    write: appends a record.  path: of the file that gets the values of the gradients, as float32.
-    turns: ranks whose batches this process takes one after the other; their mean is recorded.
-    steps: the step, counted from 1; None: the first one, or the second one of a loop that prepares nothing.
+    Args:
+        write: Appends a record.
+        path: The path of the file that gets the values of the gradients, as float32.
+        turns: Ranks whose batches this process takes one after the other; their mean is recorded.
+        steps: The step, counted from 1; None: the first one, or the second one of a loop that prepares nothing.
     """
 
     def __init__(self, write: Callable[[Mapping[str, Any]], None], path: Path, turns: int, steps: int | None) -> None:

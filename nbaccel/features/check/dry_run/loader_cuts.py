@@ -63,13 +63,16 @@ class LoaderCuts:
 
     Begin it after `RawLoopTraining` has installed its hooks in torch's iterators: a loop may get one of many batches.
 
-    log: of the loops.  write: appends a record.
-    decisions: of all ranks.  watchers: observers of passes.
-    part: returns what measures the time of a part of a step, "loader" or "scan", while entered.
-    stride: batches of an unprepared loader that are read for one of the loop: the number of ranks where each of them
-        gets whole batches.
-    begins_whole: the first batch of an unprepared loop is not split over the ranks.
-    before_draw: called before indices are drawn: where worker processes read, that is before torch would draw them.
+    Args:
+        log: The log of the loops.
+        write: Appends a record.
+        decisions: The decisions of all ranks.
+        watchers: Observers of passes.
+        part: Returns what measures the time of a part of a step, "loader" or "scan", while entered.
+        stride: Batches of an unprepared loader that are read for one of the loop: the number of ranks where each of
+            them gets whole batches.
+        begins_whole: The first batch of an unprepared loop is not split over the ranks.
+        before_draw: Called before indices are drawn: where worker processes read, that is before torch would draw them.
     """
 
     def __init__(
@@ -134,7 +137,10 @@ class LoaderCuts:
     def announce(self, loader: Any, batches: Generator[Any, None, None], stride: int) -> Generator[Any, None, None]:
         """Yield `batches`, which `loader` has made for the loop, each noted when the loop gets it.
 
-        The iterators that torch begins meanwhile read for this pass.  stride: see `OnePass`.
+        The iterators that torch begins meanwhile read for this pass.
+
+        Args:
+            stride: See `OnePass`.
         """
         try:
             this = self.begin_pass(loader, length_or_none(loader), stride)
@@ -170,9 +176,12 @@ class LoaderCuts:
     def begin_pass(self, loader: Any, batches: int | None, stride: int | None) -> OnePass:
         """Return a new pass over `loader`, which the program begins now.
 
-        batches: of this rank's loop, or of the loader if `stride` is None: then no loader announces the pass.
+        Args:
+            batches: The batches of this rank's loop, or of the loader if `stride` is None: then no loader announces the
+                pass.
+
         Raises:
-            DryRunEnded: a loop that is not rewritten has begun this loader at this place as often as it may.
+            DryRunEnded: A loop that is not rewritten has begun this loader at this place as often as it may.
         """
         is_alike = stride is None and not _shares_out(loader)
         if stride is None:
@@ -281,7 +290,11 @@ class LoaderCuts:
                 watcher.begin_pass(this)
 
     def hand_out(self, this: OnePass, samples: int, read: int | None = None) -> None:
-        """Note that a batch is handed out next.  read: batches that were read until now; None: one for each."""
+        """Note that a batch is handed out next.
+
+        Args:
+            read: Batches that were read until now; None: one for each.
+        """
         self.start(this)
         this.given += 1
         this.samples += samples
@@ -298,7 +311,8 @@ class LoaderCuts:
     def end_pass(self, this: OnePass, remainder: int = -1) -> None:
         """Note that the loop has all batches, or has left the pass. Calling this again has no effect.
 
-        remainder: samples of all ranks in the last round, without those that fill it up; -1 if all are real.
+        Args:
+            remainder: Samples of all ranks in the last round, without those that fill it up; -1 if all are real.
         """
         if this.is_over:
             return
@@ -389,11 +403,17 @@ class _IteratorHooks:
 class _Cut:
     """The cut of one iterator of torch, which holds it.
 
-    this: its pass.  is_announced: a loader that reads ahead announces its batches.
+    Attributes:
+        this: Its pass.
+        is_announced: A loader that reads ahead announces its batches.
     """
 
     def __init__(self, cuts: LoaderCuts, iterator: Any, loader: Any, earlier: _Cut | None = None) -> None:
-        """Begin the pass of `iterator`.  earlier: the cut of the pass before, with the same worker processes."""
+        """Begin the pass of `iterator`.
+
+        Args:
+            earlier: The cut of the pass before, with the same worker processes.
+        """
         from torch.utils.data.dataloader import _DatasetKind
 
         self._cuts = cuts
@@ -409,9 +429,12 @@ class _Cut:
         iterator.__dict__[_CUT] = self
 
     def take_indices(self, iterator: Any, is_first: bool) -> None:
-        """Replace the indices that `iterator` draws next.  is_first: the pass begins; torch begins some twice.
+        """Replace the indices that `iterator` draws next.
 
         With worker processes they are chosen before these start, so that the pass has the time that the start takes.
+
+        Args:
+            is_first: The pass begins; torch begins some twice.
         """
         if not self._is_map:
             if iterator._num_workers and is_first:

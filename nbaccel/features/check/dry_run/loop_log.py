@@ -40,7 +40,9 @@ _NOTHING = nullcontext()
 class LoopLog:
     """The log of one rank, for one thread: the one that makes it.
 
-    write: takes each record.  clock: returns seconds.
+    Args:
+        write: Takes each record.
+        clock: Returns seconds.
     """
 
     def __init__(self, write: Write, clock: Callable[[], float] = device_seconds) -> None:
@@ -116,9 +118,12 @@ class LoopLog:
     ) -> MeasuredPass:
         """Begin an iteration over a loader.
 
-        place: where the program iterates.  name: of the loader, for people.  batches: of the whole pass; None unknown.
-        mean_size: mean of the sizes of all its batches, in the unit of `MeasuredPass.batch`; None unknown.
-        workers: processes that make its batches.
+        Args:
+            place: Where the program iterates.
+            name: The name of the loader, for people.
+            batches: The batches of the whole pass; None unknown.
+            mean_size: Mean of the sizes of all its batches, in the unit of `MeasuredPass.batch`; None unknown.
+            workers: Processes that make its batches.
         """
         begun = MeasuredPass(self._open, place, name, batches, mean_size, workers)
         if self._is_here():
@@ -139,7 +144,9 @@ class LoopLog:
     def part(self, number: int, facts: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Return the context of a library's training, or of an evaluation or a save in it.
 
-        number: a negative one that says which.  facts: of its record; they may be filled until it ends.
+        Args:
+            number: A negative one that says which.
+            facts: The facts of its record; they may be filled until it ends.
         """
         return TrainerPart(self._open, number, facts) if self._is_here() else _NOTHING
 
@@ -196,10 +203,12 @@ class LoopLog:
 class MeasuredPass:
     """One iteration over a loader, of which a dry run hands out `MOST_BATCHES` batches.
 
-    began_in: the round of each loop that was open when it began.
-    last_drawn_in: the id of the loop that drew last, and its round.
-    is_over: it ended.  is_cut: it ended, and the loader has more batches.
-    is_of_one_item: it began and ended while a loop waited for one item, as in ``for loss in epochs_of(training)``.
+    Attributes:
+        began_in: The round of each loop that was open when it began.
+        last_drawn_in: The id of the loop that drew last, and its round.
+        is_over: It ended.
+        is_cut: It ended, and the loader has more batches.
+        is_of_one_item: It began and ended while a loop waited for one item, as in ``for loss in epochs_of(training)``.
     """
 
     def __init__(
@@ -226,8 +235,11 @@ class MeasuredPass:
     def batch(self, size: float | None, kind: str, waited_s: float = 0.0, made_s: float | None = None) -> None:
         """Note that a batch is handed out now.
 
-        size: in any unit that grows with the work of a step.  kind: "longest", "between", "last", or "first" where the
-        batches are not known.  waited_s: seconds that the program waited for it.  made_s: seconds of the worker.
+        Args:
+            size: In any unit that grows with the work of a step.
+            kind: "longest", "between", "last", or "first" where the batches are not known.
+            waited_s: Seconds that the program waited for it.
+            made_s: Seconds of the worker.
         """
         if not self._is_here:
             return
@@ -247,7 +259,11 @@ class MeasuredPass:
         self._is_of_round &= self._open.top is self._span and self._span.rounds == self._round
 
     def end(self, is_whole: bool) -> None:
-        """Note that the pass is over.  is_whole: its batches were all that the loader has."""
+        """Note that the pass is over.
+
+        Args:
+            is_whole: Its batches were all that the loader has.
+        """
         if self.is_over or not self._is_here:
             return
         self.is_over = True

@@ -62,9 +62,11 @@ class Drawn(Protocol):
 class OpenSpans:
     """The open loops and branches of one thread, its clock, and where its records go.
 
-    top: the innermost one.  whole: the outermost one, the program.
-    thread: whose loops these are; None once the process is another one.
-    unimportant: runs of each loop that neither drew nor stepped.
+    Attributes:
+        top: The innermost one.
+        whole: The outermost one, the program.
+        thread: Whose loops these are; None once the process is another one.
+        unimportant: Runs of each loop that neither drew nor stepped.
     """
 
     def __init__(self, write: Write, clock: Callable[[], float]) -> None:
@@ -140,9 +142,10 @@ class OpenSpans:
 class Span:
     """A stretch of the program that nests with others: a loop, a branch, or the whole program.
 
-    inner_s: seconds of the spans in it that matter, and of passes; the rest is its own.
-    lifted_s: those of branches in it that belong to a loop around it.
-    pending: records that are written when it comes to matter, and dropped if it does not.
+    Attributes:
+        inner_s: Seconds of the spans in it that matter, and of passes; the rest is its own.
+        lifted_s: Those of branches in it that belong to a loop around it.
+        pending: Records that are written when it comes to matter, and dropped if it does not.
     """
 
     # Values that few spans change: a program may run a small loop a million times.
@@ -206,7 +209,8 @@ class Branch(Span):
 class TrainerPart(Span):
     """The training of a library's trainer, or an evaluation or a save in it.
 
-    facts: that its record gets; they may be filled until it ends.
+    Args:
+        facts: That its record gets; they may be filled until it ends.
     """
 
     def __init__(self, spans: OpenSpans, number: int, facts: Mapping[str, Any]) -> None:
@@ -245,8 +249,9 @@ class Loop(Span):
     depends on counts alone, so all ranks decide alike. A loop that neither draws nor steps, such as one that prepares
     texts, runs as it is, and its time counts as that of the code around it.
 
-    end: how it ended: "exhausted", "cut" by the dry run, "left" by break or return, or "error".
-    is_in_round: the body is running; False while the next item is made, or the test of a `while` is evaluated.
+    Attributes:
+        end: How it ended: "exhausted", "cut" by the dry run, "left" by break or return, or "error".
+        is_in_round: The body is running; False while the next item is made, or the test of a `while` is evaluated.
     """
 
     end: str = ""
@@ -473,7 +478,11 @@ class Loop(Span):
         return last if any(each.is_cut for each in last) else []
 
     def every(self, number: int, value: int, period: int, remainder: int, is_true: bool, has_moved: bool) -> bool:
-        """Keep a value, and return whether its period is to hold now.  has_moved: the value is not always the same."""
+        """Keep a value, and return whether its period is to hold now.
+
+        Args:
+            has_moved: The value is not always the same.
+        """
         if self.is_long():
             return is_true
         if self._every is None:

@@ -26,10 +26,11 @@ _DEEPEST = 5
 def total_of(iterable: Any, depth: int = 0) -> int | None:
     """Return the number of rounds of a loop over `iterable`; None if it is unknown.
 
-    >>> total_of([1, 2]), total_of(range(9)), total_of(enumerate("abc")), total_of(zip(range(9), [1, 2]))
-    (2, 9, 3, 2)
-    >>> total_of(iter([1, 2])), total_of(map(str, range(4))), total_of(x for x in "ab")
-    (2, 4, None)
+    Example:
+        >>> total_of([1, 2]), total_of(range(9)), total_of(enumerate("abc")), total_of(zip(range(9), [1, 2]))
+        (2, 9, 3, 2)
+        >>> total_of(iter([1, 2])), total_of(map(str, range(4))), total_of(x for x in "ab")
+        (2, 4, None)
     """
     if depth > _DEEPEST:
         return None

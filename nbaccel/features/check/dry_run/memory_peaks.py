@@ -31,7 +31,10 @@ class MemoryPeaks:
 
     "room" is how much torch's allocator could have had on the device at the end of the pass, if there is one.
 
-    write: appends a record.  read: returns the peaks by name, in bytes.  room: see `read_room`.
+    Args:
+        write: Appends a record.
+        read: Returns the peaks by name, in bytes.
+        room: See `read_room`.
     """
 
     def __init__(

@@ -44,11 +44,16 @@ class PassOfLog(Protocol):
     def batch(self, size: float | None, kind: str, waited_s: float, made_s: float | None) -> None:
         """Note that a batch is handed out next, for which the loop has waited `waited_s` seconds.
 
-        made_s: seconds in which a worker process makes a batch; None where that is unknown.
+        Args:
+            made_s: Seconds in which a worker process makes a batch; None where that is unknown.
         """
 
     def end(self, is_whole: bool) -> None:
-        """Note the end of the pass.  is_whole: it gave all batches that the loader has."""
+        """Note the end of the pass.
+
+        Args:
+            is_whole: It gave all batches that the loader has.
+        """
 
 
 class LoopRecords(Protocol):
@@ -80,23 +85,28 @@ class PassWatcher(Protocol):
 class OnePass:
     """One iteration over a loader in a dry run.
 
-    place: where the program has begun it, its line first, then those that called it.  name: of the loader.
-    key: of passes at the same place over such a loader.  number: how many of them came before.
-    batches: of the whole pass for the loop; None where unknown.
-    stride: batches of the loader that are read for one of the loop: by several ranks that take turns.
-    window: batches of the loop that belong together, since an optimizer steps once in them; a round has as many.
-    is_alike: every rank must be given the same batches, since they are split over the ranks afterwards.
-    begun: identifies the loader, the place, and the rounds of the program's loops.
-
-    workers: processes that make its batches.
-    given: batches that the loop had.  reached: the round of the last one.
-    samples: in these batches.  last_samples: in the last one.
-    waited_s: seconds for which it waited for the next one.
-    more: rounds beyond the usual ones; None until that is decided.
-    chosen: batches that are given; None until they are known, and where they are the first ones.
-    scan_s: seconds in which the batches were chosen.  made: times of worker processes.
-    drawn_at: where the program has drawn the last batch by a call.  goes_on: it does so again and again, so that it
-        counts on further batches, and does not take the end for one.
+    Args:
+        place: Where the program has begun it, its line first, then those that called it.
+        name: The name of the loader.
+        key: The key of passes at the same place over such a loader.
+        number: How many of them came before.
+        batches: The batches of the whole pass for the loop; None where unknown.
+        stride: Batches of the loader that are read for one of the loop: by several ranks that take turns.
+        window: Batches of the loop that belong together, since an optimizer steps once in them; a round has as many.
+        is_alike: Every rank must be given the same batches, since they are split over the ranks afterwards.
+        begun: Identifies the loader, the place, and the rounds of the program's loops.
+        workers: Processes that make its batches.
+        given: Batches that the loop had.
+        samples: In these batches.
+        last_samples: In the last one.
+        reached: The round of the last one.
+        waited_s: Seconds for which it waited for the next one.
+        scan_s: Seconds in which the batches were chosen.
+        made: Times of worker processes.
+        more: Rounds beyond the usual ones; None until that is decided.
+        chosen: Batches that are given; None until they are known, and where they are the first ones.
+        drawn_at: Where the program has drawn the last batch by a call.
+        goes_on: It does so again and again, so that it counts on further batches, and does not take the end for one.
     """
 
     place: str
@@ -157,8 +167,9 @@ class OnePass:
 def rows_of(batch: Any) -> int:
     """Return the number of samples in a collated batch: the first dimension of its first tensor; 0 without one.
 
-    >>> rows_of({"text": ["a", "b"], "more": []})
-    2
+    Example:
+        >>> rows_of({"text": ["a", "b"], "more": []})
+        2
     """
     shape = getattr(batch, "shape", None)
     if shape is not None:
@@ -183,7 +194,9 @@ def users_frames(passes_bars: bool = True) -> list[FrameType]:
     """Return the frames of the program that led here, innermost first: not this package's, nor torch's.
 
     Of a forked rank, what the kernel did when it forked is left out: it is below this package's own frames.
-    passes_bars: nor those of `_BETWEEN`, but for ``contextlib``, which this package uses.
+
+    Args:
+        passes_bars: Nor those of `_BETWEEN`, but for ``contextlib``, which this package uses.
     """
     of_torch = os.path.dirname(str(sys.modules["torch"].__file__)) + os.sep
     found: list[FrameType] = []

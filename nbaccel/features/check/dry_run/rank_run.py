@@ -41,11 +41,15 @@ def go_offline() -> None:
 class RankDryRun:
     """Watches the program of one rank, and ends its loops.
 
-    folder: that the ranks share.  rank: of this process.
-    make_parts: returns, for a log, a function that appends a record, and a folder, an object
-    that cuts loaders and measures from `begin` to `end`.
-    when_loaded: see `ShortTrainings`.
-    reached: lines of the cell in which a statement has begun.
+    Args:
+        folder: That the ranks share.
+        rank: The rank of this process.
+        make_parts: Returns, for a log, a function that appends a record, and a folder, an object that cuts loaders and
+            measures from `begin` to `end`.
+        when_loaded: See `ShortTrainings`.
+
+    Attributes:
+        reached: Lines of the cell in which a statement has begun.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class RankDryRun:
     ) -> list[types.CodeType]:
         """Return the code of the cell with loops that can be ended; functions of earlier cells are rewritten in place.
 
-        compile_parts: compiles the tree as the cell itself would be compiled.
+        Args:
+            compile_parts: Compiles the tree as the cell itself would be compiled.
         """
         self._table = rewrite(tree, marks_lines=True, file=name)
         parts = compile_parts(tree)

@@ -102,15 +102,18 @@ def _runs_plain() -> bool:
 def rewrite(tree: ast.Module, first_number: int = 0, marks_lines: bool = False, file: str = "") -> Table:
     """Rewrite the loops of a program in place, and return the table of what was rewritten.
 
-    first_number: of the first entry; later ones count up.  marks_lines: each statement says that it was reached.
+    Args:
+        first_number: The first number of the first entry; later ones count up.
+        marks_lines: Each statement says that it was reached.
 
-    >>> tree = ast.parse("for epoch in range(9):\\n    print(epoch)")
-    >>> rewrite(tree)[0]["head"]
-    'for epoch in range(9)'
-    >>> print(ast.unparse(tree))
-    with __nbaccel_log__.loop(0):
-        for epoch in __nbaccel_log__.over(0, range(9)):
-            print(epoch)
+    Example:
+        >>> tree = ast.parse("for epoch in range(9):\\n    print(epoch)")
+        >>> rewrite(tree)[0]["head"]
+        'for epoch in range(9)'
+        >>> print(ast.unparse(tree))
+        with __nbaccel_log__.loop(0):
+            for epoch in __nbaccel_log__.over(0, range(9)):
+                print(epoch)
     """
     rewriter = _Rewriter(first_number, marks_lines, file)
     tree.body = rewriter.block(tree.body)
@@ -124,7 +127,8 @@ def rewrite(tree: ast.Module, first_number: int = 0, marks_lines: bool = False, 
 class _Rewriter:
     """Rewrites statements, block by block.
 
-    table: what was rewritten so far.
+    Attributes:
+        table: What was rewritten so far.
     """
 
     def __init__(self, first_number: int, marks_lines: bool, file: str) -> None:
@@ -245,10 +249,11 @@ class _Rewriter:
     ) -> tuple[ast.expr, list[int]]:
         """Return a test that is logged, and the numbers of the periods in it.
 
-        has_periods: the body may run although its period has not come: it does not refuse a value.
-
         Parts of a test are comparisons that end a loop if one of them alone decides: those of `and` in a `while`, and
         those of `or` in an `if`. So does the second part of `if limit is not None and step >= limit`.
+
+        Args:
+            has_periods: The body may run although its period has not come: it does not refuse a value.
         """
         if isinstance(node, ast.BoolOp):
             one_decides = ends is not None and ends[1] is isinstance(node.op, ast.Or)
@@ -526,8 +531,9 @@ def _key(code: types.CodeType) -> tuple[str, int]:
 def _codes(tree: ast.Module, name: str, flags: int, is_cell: bool) -> _Codes:
     """Return the code of each function of a file; None where two have one name and line.
 
-    is_cell: compile each statement by itself, as IPython does. Methods of a name are called by other instructions where
-    the compiler has seen that it is an imported module.
+    Args:
+        is_cell: Compile each statement by itself, as IPython does. Methods of a name are called by other instructions
+            where the compiler has seen that it is an imported module.
     """
     found: _Codes = {}
     modules = [ast.Module([node], []) for node in tree.body] if is_cell else [tree]

@@ -35,9 +35,10 @@ _Actions = Mapping[str, Callable[[ModuleType], None]]
 class ShortTrainings:
     """Shortens trainings between `begin` and `end`.
 
-    when_loaded: returns a context in which each action is called with the module of its name, as soon as that is
-        loaded, and at once if it is already.
-    part: see `LoopLog.part`.
+    Args:
+        when_loaded: Returns a context in which each action is called with the module of its name, as soon as that is
+            loaded, and at once if it is already.
+        part: See `LoopLog.part`.
     """
 
     def __init__(

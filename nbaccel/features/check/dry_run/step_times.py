@@ -52,7 +52,9 @@ class StepTimes:
 
     Between passes of which one is within the other, as an evaluation within an epoch, time counts for the inner one.
 
-    write: appends a record.  on_step: called after each step of an optimizer.
+    Args:
+        write: Appends a record.
+        on_step: Called after each step of an optimizer.
     """
 
     def __init__(
@@ -110,7 +112,8 @@ class StepTimes:
     def measure(self, owner: Any, name: str, part: str, counts: Callable[..., bool] | None = None) -> None:
         """Count calls of the function `name` of `owner` as `part`, until `end`.
 
-        counts: returns, for the arguments of a call, whether it is one of these.
+        Args:
+            counts: Returns, for the arguments of a call, whether it is one of these.
         """
         import torch
 
@@ -239,7 +242,11 @@ class StepTimes:
 
 
 class _Account:
-    """Seconds of one pass by part; without a pass, of all outside.  first: of the first batch, once there are more."""
+    """Seconds of one pass by part; without a pass, of all outside.
+
+    Attributes:
+        first: The seconds of the first batch, once there are more.
+    """
 
     def __init__(self, this: ObservedPass | None) -> None:
         self.this = this

@@ -25,10 +25,12 @@ _Functions = ast.FunctionDef | ast.AsyncFunctionDef
 def not_reached(code: str, reached: Collection[int]) -> list[tuple[int, int]]:
     """Return the first and the last line of each part of `code` that was not reached.
 
-    reached: numbers of the lines whose statements began, as `rewrite` with `marks_lines` reports them.
+    Args:
+        reached: Numbers of the lines whose statements began, as `rewrite` with `marks_lines` reports them.
 
-    >>> not_reached("a = 1\\nif a:\\n    b = 2\\nelse:\\n    c = 3\\n", {1, 2, 3})
-    [(4, 5)]
+    Example:
+        >>> not_reached("a = 1\\nif a:\\n    b = 2\\nelse:\\n    c = 3\\n", {1, 2, 3})
+        [(4, 5)]
     """
     lines = code.splitlines()
     gaps = _Gaps(lines, frozenset(reached))

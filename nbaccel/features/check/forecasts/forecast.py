@@ -62,9 +62,12 @@ Samples = list[Sample]
 class ForecastPart:
     """One loop, branch or pass.
 
-    rounds: of one run of it; None unknown.  runs: how often the whole program runs it.
-    seconds: in the whole program, without the parts inside of it.
-    number: in the table; -1 for a pass.  had: rounds of it in the dry run, or runs of a branch.
+    Args:
+        rounds: The rounds of one run of it; None unknown.
+        runs: How often the whole program runs it.
+        seconds: In the whole program, without the parts inside of it.
+        number: In the table; -1 for a pass.
+        had: Rounds of it in the dry run, or runs of a branch.
     """
 
     rounds: float | None
@@ -79,9 +82,11 @@ class ForecastPart:
 class Forecast:
     """The time of a whole run.
 
-    low_s, high_s: the range, with set-up; `high_s` is None where the rounds of a loop are not known.
-    parts: the longest first.  unknown: a sentence for each loop whose rounds are not known.
-    may_end_early: a sentence for each loop that may end before its last round.
+    Args:
+        low_s, high_s: The range, with set-up; `high_s` is None where the rounds of a loop are not known.
+        parts: The longest first.
+        unknown: A sentence for each loop whose rounds are not known.
+        may_end_early: A sentence for each loop that may end before its last round.
     """
 
     low_s: float
@@ -93,7 +98,8 @@ class Forecast:
     def times(self, number: int, seen: int) -> float | None:
         """Return how often the whole program does what the dry run has done `seen` times in a loop or branch.
 
-        number: of the innermost one around it.  None: that is unknown.
+        Args:
+            number: The number of the innermost one around it.  None: that is unknown.
         """
         parts = [part for part in self.parts if part.number == number and part.had]  # one for each caller of it
         if not parts or any(part.rounds is None and not part.is_branch for part in parts):
@@ -105,8 +111,10 @@ class Forecast:
 def forecast(records: Iterable[Record], table: Sequence[Record], noise: float = 0.0) -> Forecast:
     """Return the time of the whole run.
 
-    records: those of one rank, see `dry_run.loop_log`.  table: see `dry_run.rewriting`.
-    noise: of the machine, see `measure_noise`.
+    Args:
+        records: Those of one rank, see `dry_run.loop_log`.
+        table: See `dry_run.rewriting`.
+        noise: The noise of the machine, see `measure_noise`.
     """
     reckoning = _Reckoning({entry["number"]: entry for entry in table})
     total = reckoning.of(tree_of(list(records)), 1.0) + _exactly(reckoning.once_s)
@@ -167,7 +175,9 @@ def _compute(count: int) -> int:
 class _Seconds:
     """Seconds: the least and the most that counts and faster rounds allow, and the variance of what was measured.
 
-    fastest_s, slowest_s: of rounds that are all like the fastest ones, or like the slowest ones, that were measured.
+    Args:
+        fastest_s, slowest_s: Those of rounds that are all like the fastest ones, or like the slowest ones, that were
+            measured.
     """
 
     low_s: float
@@ -207,7 +217,9 @@ class _Seconds:
 class _Reckoning:
     """Adds up a tree.
 
-    once_s: seconds of warm-up, which the whole run has once.  parts, unknown, may_end_early: see `Forecast`.
+    Attributes:
+        once_s: Seconds of warm-up, which the whole run has once.
+        parts, unknown, may_end_early: See `Forecast`.
     """
 
     def __init__(self, entries: Mapping[int, Mapping[str, Any]]) -> None:
@@ -250,7 +262,11 @@ class _Reckoning:
         return total
 
     def _of_rounds(self, node: Node, times: float, planned: float | None = None) -> _Seconds:
-        """Return the seconds of one run of a loop or of a pass.  planned: rounds of it; None where its runs say."""
+        """Return the seconds of one run of a loop or of a pass.
+
+        Args:
+            planned: Rounds of it; None where its runs say.
+        """
         own = _own_of_pass(node) if node.kind == "pass" else _own_of_loop(node)
         if times <= len(node.runs) and not any(map(is_cut, node.runs)):  # it has run as it will
             own = RoundSeconds(sum(map(own_of_run, node.runs)) / max(sum(map(rounds_had, node.runs)), 1))
@@ -330,7 +346,8 @@ class _Reckoning:
     def _counter(self, node: Node, values: list[tuple[int, list[list[Any]]]]) -> RoundCounter | None:
         """Return the counter that values show, as it moves where no inner loop is cut; None if they do not move alike.
 
-        values: for each run of `node` its id, and its values, see `counter_of`.
+        Args:
+            values: For each run of `node` its id, and its values, see `counter_of`.
         """
         for inner in with_inner_loops(node):
             if inner is node or not any(map(is_cut, inner.runs)):
@@ -354,7 +371,8 @@ class _Reckoning:
     def _share_of_branch(self, node: Node, times: float) -> float | None:
         """Return how often a branch runs in one round of what is around it; None if it has no period.
 
-        times: how often the whole program runs what is around it.
+        Args:
+            times: How often the whole program runs what is around it.
         """
         found = self._held(node, times)
         if found is None or node.outer is None:

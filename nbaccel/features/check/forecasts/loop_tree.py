@@ -27,7 +27,9 @@ _KINDS = ("loop", "branch", "pass", "trainer_part")
 class Node:
     """A loop, a branch or a pass at one place of the program, with all its runs of the dry run.
 
-    kind: "root", "loop", "branch", "pass" or "trainer_part".  number: of its entry in the table; -1 for a pass.
+    Args:
+        kind: "root", "loop", "branch", "pass" or "trainer_part".
+        number: The number of its entry in the table; -1 for a pass.
     """
 
     kind: str
@@ -95,10 +97,11 @@ def rounds_by_round(node: Node, inner: Node) -> dict[int, dict[int, int]]:
 
 
 def times_of(inner: Node, had: float, rounds: float) -> tuple[float, float]:
-    """Return the least and the most runs of something inside of a node, in `rounds` of its rounds.
+    """Return the least and the most runs of a loop inside of another one, in `rounds` rounds of the outer one.
 
-    What ran in some rounds only runs by a condition: that may hold no more, or always. If it ran in each round since
-    its first one, as a training does once enough has been collected, it goes on.
+    A loop that ran in only some of the rounds seen depends on a condition. In the rounds to come the condition may
+    never hold, or always. The exception is a loop that ran in every round after its first one, as a training does once
+    enough data have been collected: it is expected to run in all further rounds.
     """
     if not had:
         return rounds, rounds

@@ -30,9 +30,10 @@ _LEAST_INNER = 2
 class RoundCounter:
     """A value that moves by `step` in each round.
 
-    first: its value in round `first_round` (1-based).
-    is_late: it is looked at after the round has drawn or stepped.
-    restarts: it begins anew with each run of its loop; otherwise it goes on counting.
+    Args:
+        first: Its value in round `first_round` (1-based).
+        is_late: It is looked at after the round has drawn or stepped.
+        restarts: It begins anew with each run of its loop; otherwise it goes on counting.
     """
 
     first: float
@@ -47,11 +48,14 @@ def as_in_whole_runs(
 ) -> list[list[list[Any]]] | None:
     """Return the values of a counter as they would be without cuts; None if it does not count an inner loop's rounds.
 
-    runs: for each run its values, see `counter_of`, and how many rounds the inner loop has had in each of its rounds.
-    whole: rounds of the inner loop in a round of the whole run.
+    Args:
+        runs: For each run its values, see `counter_of`, and how many rounds the inner loop has had in each of its
+            rounds.
+        whole: Rounds of the inner loop in a round of the whole run.
 
-    >>> as_in_whole_runs([([[1, 3, True], [2, 9, True]], {1: 3, 2: 6})], 100)
-    [[[1, 100.0, True], [2, 200.0, True]]]
+    Example:
+        >>> as_in_whole_runs([([[1, 3, True], [2, 9, True]], {1: 3, 2: 6})], 100)
+        [[[1, 100.0, True], [2, 200.0, True]]]
     """
     told = [[(value, _had_until(value, had)) for value in values] for values, had in runs]
     moves = [
@@ -83,7 +87,8 @@ def _had_until(value: Sequence[Any], had: Mapping[int, int]) -> tuple[int, int]:
 def counter_of(runs: Sequence[Sequence[Sequence[Any]]]) -> RoundCounter | None:
     """Return the counter that the values of all runs of a loop show; None if they do not move alike.
 
-    runs: for each run [round, value] in their order; a third entry says whether the round had acted before.
+    Args:
+        runs: For each run [round, value] in their order; a third entry says whether the round had acted before.
     """
     runs = [run for run in runs if run]
     if not runs:
@@ -116,12 +121,14 @@ def _begins_as_a_counter(first: Sequence[Any], step: float, is_late: bool) -> bo
 def rounds_until(counter: RoundCounter, op: str, limit: float, when: bool, is_test: bool) -> float | None:
     """Return the rounds that a loop has until ``counter op limit`` is `when`; None if that never comes.
 
-    is_test: the comparison is the test of a `while`, before a round; else it is inside of the body.
+    Args:
+        is_test: The comparison is the test of a `while`, before a round; else it is inside of the body.
 
-    >>> rounds_until(RoundCounter(0, 1, 1), "<", 1000, when=False, is_test=True)
-    1000.0
-    >>> rounds_until(RoundCounter(1, 1, 1, is_late=True), ">=", 10, when=True, is_test=False)  # at its end
-    10.0
+    Example:
+        >>> rounds_until(RoundCounter(0, 1, 1), "<", 1000, when=False, is_test=True)
+        1000.0
+        >>> rounds_until(RoundCounter(1, 1, 1, is_late=True), ">=", 10, when=True, is_test=False)  # at its end
+        10.0
     """
     first, step = counter.first - limit, counter.step
     if op == "==":
@@ -144,8 +151,9 @@ def rounds_until(counter: RoundCounter, op: str, limit: float, when: bool, is_te
 def times_that_hold(counter: RoundCounter | None, period: int, remainder: int, rounds: float) -> float:
     """Return in how many of `rounds` rounds ``counter % period == remainder``; on average if it goes on counting.
 
-    >>> times_that_hold(RoundCounter(0, 1, 1), 5, 0, 12)
-    3.0
+    Example:
+        >>> times_that_hold(RoundCounter(0, 1, 1), 5, 0, 12)
+        3.0
     """
     if not period:
         return 0.0

@@ -35,8 +35,11 @@ _REFINEMENTS = 4
 class Sample:
     """One round, or one batch.
 
-    own_s: of the round without inner loops.  waited_s: for its batch.  size: of its batch; None unknown.
-    is_first_of_pass: its batch was the first of a pass, for which loaders take longer.
+    Args:
+        own_s: The seconds of the round without inner loops.
+        waited_s: For its batch.
+        size: The size of its batch; None unknown.
+        is_first_of_pass: Its batch was the first of a pass, for which loaders take longer.
     """
 
     own_s: float
@@ -49,8 +52,11 @@ class Sample:
 class RoundSeconds:
     """The mean of a round of the whole run.
 
-    mean_s: with waiting.  error_s: standard error of the mean.  warm_up_s: by which the first rounds took longer.
-    least, most: ratios of the fastest and of the slowest round to the mean.
+    Args:
+        mean_s: With waiting.
+        error_s: Standard error of the mean.
+        warm_up_s: By which the first rounds took longer.
+        least, most: Ratios of the fastest and of the slowest round to the mean.
     """
 
     mean_s: float
@@ -65,10 +71,12 @@ def round_seconds(
 ) -> RoundSeconds:
     """Return the seconds of a round from `samples`, in the order in which they came.
 
-    mean_size: of all batches of the loader; None unknown.  workers: processes that make batches meanwhile.
-    made_s: seconds in which one worker makes a batch; None unknown.
-    warming: the number of first samples that have warm-up; the first half of many; they count like others if fewer
-        than two would be left.
+    Args:
+        mean_size: The mean size of all batches of the loader; None unknown.
+        workers: Processes that make batches meanwhile.
+        made_s: Seconds in which one worker makes a batch; None unknown.
+        warming: The number of first samples that have warm-up; the first half of many; they count like others if fewer
+            than two would be left.
     """
     if not samples:
         return RoundSeconds(0.0)
@@ -112,7 +120,11 @@ def _typical(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """base + slope * size.  mean: of all samples, for an unknown size."""
+    """base + slope * size.
+
+    Args:
+        mean: The mean of all samples, for an unknown size.
+    """
 
     base: float
     slope: float

@@ -19,7 +19,12 @@ TRAINING, EVALUATION, SAVE = -2, -3, -4
 
 @dataclass(frozen=True, slots=True)
 class TrainerCounts:
-    """Numbers of one whole training.  batches: of one rank; None unknown.  evaluations, saves: None if nobody says."""
+    """Numbers of one whole training.
+
+    Args:
+        batches: The batches of one rank; None unknown.
+        evaluations, saves: None if nobody says.
+    """
 
     batches: float | None
     epochs: float
@@ -35,12 +40,17 @@ class TrainerCounts:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], batches: float | None) -> TrainerCounts:
-        """Return the numbers of a training.  facts: of its record.  batches: of an epoch; None unknown.
+        """Return the numbers of a training.
 
-        >>> facts = {"steps": 100, "epochs": 4, "batches_per_step": 2}
-        >>> facts |= {"evaluates": ["epoch", 0], "saves": ["steps", 30]}
-        >>> TrainerCounts.of(facts, 50)
-        TrainerCounts(batches=200, epochs=4.0, evaluations=4, saves=4.0)
+        Args:
+            facts: The facts of its record.
+            batches: The batches of an epoch; None unknown.
+
+        Example:
+            >>> facts = {"steps": 100, "epochs": 4, "batches_per_step": 2}
+            >>> facts |= {"evaluates": ["epoch", 0], "saves": ["steps", 30]}
+            >>> TrainerCounts.of(facts, 50)
+            TrainerCounts(batches=200, epochs=4.0, evaluations=4, saves=4.0)
         """
         batches = facts.get("batches") or batches
         ends = []
@@ -60,7 +70,11 @@ class TrainerCounts:
 
 
 def _times(plan: Sequence[Any] | None, steps: float | None, epochs: float, batches: float | None) -> float | None:
-    """Return how often something happens.  plan: "no", "epoch", "steps" or "batches", then a number of these."""
+    """Return how often something happens.
+
+    Args:
+        plan: "no", "epoch", "steps" or "batches", then a number of these.
+    """
     if plan is None or steps is None:
         return None
     unit, every = str(plan[0]), plan[1] or 0
