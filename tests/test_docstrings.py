@@ -37,6 +37,7 @@ MODULES = [
 SEAMS = {
     "nbaccel.features.map.formats": "Format",
     "nbaccel.features.map.item_source": "ItemSource",
+    "nbaccel.launching.ipc.rank_part": "RankPart",
     "nbaccel.launching.processes.start": "StartMethod",
     "nbaccel.namespace.kind": "Kind",
     "nbaccel.notebook.cell_mode": "CellMode",

@@ -37,24 +37,35 @@ class RankTask:
 
 
 class RankPart:
-    """A part that does nothing.
+    """Base class of the parts of a rank: it does nothing. A part overrides the methods that it needs.
 
     Args:
-        argument: What the kernel says to a part that it names.
+        argument: The text that the kernel sends to a part that it names.
     """
 
     def __init__(self, argument: str = "") -> None:
         self.argument = argument
 
     def enter(self, make_task: Callable[[], Task]) -> Callable[[], Task]:
-        """Change this process before it has a thread; return what makes its task, as a rule `make_task`."""
+        """Change this process before it has a thread.
+
+        Args:
+            make_task: Makes the task of the rank.
+
+        Returns:
+            What makes the task now: as a rule `make_task`.
+        """
         return make_task
 
     def install(self) -> None:
         """Watch or change what the user's code will use, before any of it runs. Called once."""
 
     def begin(self, running: RankTask) -> None:
-        """Begin a task. Called in the task: an interrupt may come, and what is raised is the task's error."""
+        """Begin a task. It is called in the task: an interrupt may come, and an error here is the error of the task.
+
+        Args:
+            running: The task.
+        """
 
     def end(self) -> None:
         """End a task that finished. It may wait for peers; what is raised is the task's error."""
