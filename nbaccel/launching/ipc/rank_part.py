@@ -71,7 +71,11 @@ class RankPart:
         """End a task that finished. It may wait for peers; what is raised is the task's error."""
 
     def stop(self, error: BaseException) -> None:
-        """End a task that ended otherwise, also before `begin`. Waits for no rank, and never raises."""
+        """End a task that did not finish, also before `begin`. Waits for no rank, and never raises.
+
+        Args:
+            error: What ended it.
+        """
 
     def facts(self, status: str, results: Results) -> Mapping[str, Any]:
         """Return small facts about the task for the kernel, which JSON can hold; also if it could not be begun.
