@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["CUDA_VARIABLES", "cuda_environ", "has_gpu_driver", "has_nvidia_driver", "is_holder", "lacks_device_file"]
+__all__ = ["CUDA_VARIABLES", "cuda_environ", "has_gpu_driver", "has_nvidia_driver", "is_holder"]
 
 CUDA_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -43,11 +43,6 @@ def has_nvidia_driver(root: Path = Path("/")) -> bool:
     """Return whether the GPU driver is one of NVIDIA; in Windows's subsystem, its library exists."""
     is_windows = has_gpu_driver(root) and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
     return (root / "dev/nvidiactl").exists() or is_windows
-
-
-def lacks_device_file(root: Path = Path("/")) -> bool:
-    """Return whether CUDA was not used since the machine was started: then a file of the driver is still to be made."""
-    return (root / "dev/nvidiactl").exists() and not (root / "dev/nvidia-uvm").exists()
 
 
 def is_holder(pid: int, root: Path = Path("/")) -> bool:

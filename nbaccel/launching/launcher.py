@@ -252,7 +252,6 @@ class Launcher:
             method,
             kernel_pidfd=self.resources.kernel_pidfd,
             guard=self.resources.guard,
-            meeting_folder=spec.meeting_folder,
         )
 
     def _method(self, spec: LaunchSpec) -> StartMethod:

@@ -38,6 +38,7 @@ __all__ = [
     "READ_FILE",
     "FilesOfRanks",
     "kind_of_file",
+    "regular_files",
     "take_places",
 ]
 
@@ -97,7 +98,7 @@ class FilesOfRanks:
         Raises:
             LaunchRefused: The cell moves in a file that is open for writing, or leads to a connection of SQLite.
         """
-        there = list(_descriptors())
+        there = list(regular_files())
         if not there:
             return cls()
         behind = ObjectsBehind.of(values())
@@ -166,8 +167,8 @@ def _opened_again(file: _Descriptor) -> int:
     return fresh
 
 
-def _descriptors() -> Iterator[_Descriptor]:
-    """Yield this process's regular files, without its standard streams and the history of IPython."""
+def regular_files() -> Iterator[_Descriptor]:
+    """Yield this process's open regular files, without its standard streams and the history of IPython."""
     streams = (getattr(stream, "_original_stdstream_copy", None) for stream in (sys.stdout, sys.stderr))
     left_out = [0, 1, 2, *(number for number in streams if type(number) is int)]
     standard = []

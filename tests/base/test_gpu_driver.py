@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nbaccel.base.gpu_driver import cuda_environ, has_gpu_driver, has_nvidia_driver, is_holder, lacks_device_file
+from nbaccel.base.gpu_driver import cuda_environ, has_gpu_driver, has_nvidia_driver, is_holder
 
 
 def test_a_driver_is_seen_by_its_device(tmp_path: Path) -> None:
@@ -12,15 +12,6 @@ def test_a_driver_is_seen_by_its_device(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
     assert has_gpu_driver(tmp_path)
-
-
-def test_before_the_first_use_of_cuda_a_file_of_the_driver_lacks(tmp_path: Path) -> None:
-    assert not lacks_device_file(tmp_path)
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/nvidiactl").touch()
-    assert lacks_device_file(tmp_path)
-    (tmp_path / "dev/nvidia-uvm").touch()
-    assert not lacks_device_file(tmp_path)
 
 
 def test_only_the_variables_of_cuda_are_kept() -> None:

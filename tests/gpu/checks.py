@@ -61,7 +61,6 @@ def checked(kernel: RealKernel, start: str, device: str, tell: Callable[..., Non
     report = _shown(cell)
     found = {
         "report": report,
-        "is_shielded": "files are not shielded here" not in cell.text,
         "memory": _memory(report),
         "parts": _parts(report),
         "before": before,
@@ -71,7 +70,7 @@ def checked(kernel: RealKernel, start: str, device: str, tell: Callable[..., Non
     tell("check_s", round(cell.seconds, 2), "s")
     kernel.do(f"{launches.line(device, '--out peak')}\n{_TRAINS}", _CELL_S)
     found["peak"] = kernel.value("peak")
-    for name in ("is_shielded", "memory", "peak", "parts"):
+    for name in ("memory", "peak", "parts"):
         tell(name, found[name])
     return found
 

@@ -27,7 +27,7 @@ class CheckMode:
         """
         with interrupts_in_one_line():
             platform = session.survey().platform
-            report = CellCheck(session.launcher, plan.plan, plan.task, session.setup, platform, session.say).run()
+            report = CellCheck(session.launcher, plan.plan, plan.task, session.setup, platform).run()
         JupyterScreen(session.shell).publish({"kind": "display", "data": report.bundle()})
         if report.has_red and plan.plan.options.strict:
             raise CheckFailed(f"the check of {plan.source.name} found what would not end well: see its red lines.")

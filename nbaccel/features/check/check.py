@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from nbaccel.base.hardware import Platform
 from nbaccel.features.check.dry_run.rank_records import read_records
-from nbaccel.features.check.dry_run_ranks import DryRunRanks, interrupted, unseen
+from nbaccel.features.check.dry_run_ranks import DryRunRanks, free_bytes, interrupted, unseen
 from nbaccel.features.check.dry_run_task import DryRunTask, GradientTask
 from nbaccel.features.check.findings import DryRunResult
 from nbaccel.features.check.forecasts.forecast import measure_noise
@@ -41,7 +41,7 @@ _MOST_SECONDS = 30.0
 class CellCheck:
     """The check of one cell.
 
-    task: the cell as it would run.  setup: see `Session`.  say: prints a line of the project.
+    task: the cell as it would run.  setup: see `Session`.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class CellCheck:
         task: CellTask,
         setup: str | None,
         platform: Platform,
-        say: Callable[[str], None],
     ) -> None:
         self._launcher = launcher
         self._plan = plan
@@ -59,7 +58,6 @@ class CellCheck:
         self._source = task.source
         self._setup = setup
         self._platform = platform
-        self._say = say
         self._changed_later: list[str] = []  # files that further runs have changed
 
     def run(self) -> CheckReport:
@@ -70,7 +68,6 @@ class CellCheck:
         """
         noise = measure_noise()
         with DryRunRanks.start(self._launcher) as place:
-            place.watch_files(self._say)
             first = self._dry_run(place, noise)
             changed = place.changed_files()
             decisions = {path.name: path.read_bytes() for path in place.records.glob("*.json")}
@@ -116,7 +113,6 @@ class CellCheck:
     @contextmanager
     def _later_place(self) -> Iterator[DryRunRanks]:
         with DryRunRanks.start(self._launcher) as place:
-            place.watch_files()
             yield place
             self._changed_later += place.changed_files()
 
@@ -140,8 +136,7 @@ class CellCheck:
                 ended,
                 seconds=time.monotonic() - began,
                 noise=noise,
-                free_bytes=place.shield.free_bytes,
-                room_bytes=place.shield.room_bytes,
+                free_bytes=free_bytes,
                 trained=trained_names(tree, namespace),
                 incomparable=incomparable_names(tree, namespace),
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 from nbaccel.base.failures import Failure
 from nbaccel.base.notices import is_users
+from nbaccel.features.check.dry_run.rank_records import NOT_RUN
 from nbaccel.features.check.forecasts.forecast import loops_open_at_end
 from nbaccel.features.check.forecasts.loop_tree import is_cut
 from nbaccel.features.check.forecasts.trainer_counts import SAVE
@@ -19,7 +20,7 @@ from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.run import Run
 
-__all__ = ["DryRunResult", "FoundError", "LineOfSaves", "error_of"]
+__all__ = ["DryRunResult", "FoundError", "LineOfSaves", "UnrunLine", "error_of", "unrun_lines"]
 
 Record = Mapping[str, Any]
 
@@ -68,6 +69,27 @@ class LineOfSaves:
 
 
 @dataclass(frozen=True, slots=True)
+class UnrunLine:
+    """A line that was not run.  file: a path, or "Cell In[4]".  why: a sentence."""
+
+    file: str
+    line: int
+    why: str
+
+    @classmethod
+    def of(cls, record: Record) -> UnrunLine:
+        return cls(cell_name(record["file"]) or record["file"], record["line"], record["why"])
+
+    def place(self, cell: str) -> str:
+        """Return its place.  cell: whose lines go without a name."""
+        return f"line {self.line}" if self.file == cell else f"{self.file}, line {self.line}"
+
+    def said(self, cell: str, what: str) -> str:
+        """Return the line of a report.  what: the run that it is about."""
+        return f"{self.place(cell)} was not run, since {what} cannot undo it: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class DryRunResult:
     """The findings of one dry run.
 
@@ -75,7 +97,6 @@ class DryRunResult:
     seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
     free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
     is_late: it was ended by its time limit, which is no error.
-    room_bytes: see `FileShield`.
     missing: names of `--out` that did not come, each with the reason.
     trained: see `trained_names`.  incomparable: see `incomparable_names`.
     restarts: a line for each time that memory ran out and smaller batches were tried; the rest is of the last attempt.
@@ -94,7 +115,6 @@ class DryRunResult:
     trained: Set[str] = frozenset()
     incomparable: Set[str] = frozenset()
     is_late: bool = False
-    room_bytes: int = 0
 
     @classmethod
     def of(
@@ -108,7 +128,6 @@ class DryRunResult:
         free_bytes: Callable[[str], int],
         trained: Set[str] = frozenset(),
         incomparable: Set[str] = frozenset(),
-        room_bytes: int = 0,
     ) -> DryRunResult:
         reports = ended.reports
         speaker = reports[ended.task.result_rank]
@@ -126,7 +145,6 @@ class DryRunResult:
             trained,
             incomparable,
             ended.is_timed_out,
-            room_bytes,
         )
 
     @property
@@ -274,6 +292,12 @@ def _line_of(records: Sequence[Record], left: Set[str], trainer_keeps: int | Non
         loops,
         keeps,
     )
+
+
+def unrun_lines(records: Sequence[Sequence[Record]]) -> list[UnrunLine]:
+    """Return the lines that some rank did not run, since they cannot be undone.  records: of each rank."""
+    found = (record for of_rank in records for record in of_rank if record["kind"] == NOT_RUN)
+    return list(dict.fromkeys(map(UnrunLine.of, found)))
 
 
 def error_of(run: Run, ended: RankResults) -> FoundError | None:

@@ -1,27 +1,29 @@
-"""Snapshot of the working folder before a dry run without a file shield: which files have changed. Runs in the kernel.
+"""Snapshot of the working folder before a dry run: which files have changed. Runs in the kernel.
 
 Other programs may write there during the run: an editor, a training of another notebook. So a file is put back only if
 it is gone, and the snapshot has a second name or a copy of it, or if a rank has kept the original that it was about to
 change (`features/check/kept_originals.py`); and a new one is removed only if a rank has made it.
 
-Not listed: files outside of the folder, in hidden folders, and on other file systems that are mounted below it.
+Not listed: files outside of the folder, in hidden folders, and on other file systems that are mounted below it; and
+notebooks, which Jupyter saves meanwhile.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from nbaccel.base.quantities import plural
-from nbaccel.features.check.dry_run.rank_records import NEW_FOLDERS
+from nbaccel.features.check.dry_run.rank_records import NEW_FOLDERS, NONE
 from nbaccel.features.check.dry_run.redirection import Redirection
 
 __all__ = ["FolderSnapshot", "undo_changes"]
 
 _CACHE_OF_PYTHON = "__pycache__"
+_NOTEBOOK = ".ipynb"
 
 _MOST_FILES = 10_000
 """Number of files that are looked at, and of folders: a tenth of a second, and some seconds on a drive far away."""
@@ -87,30 +89,30 @@ class FolderSnapshot:
         return sorted(done)
 
 
-def undo_changes(originals: Path, is_real: Callable[[str], bool] = lambda path: True) -> list[str]:
+def undo_changes(originals: Path) -> list[str]:
     """Put back the files whose originals ranks have kept below `originals`, and remove what they have made.
 
     Return the paths of files that are as before now.
-
-    is_real: returns whether ranks could change the file at a path; a change of any other is not theirs.
     """
     places, done = Redirection(str(originals)), []
-    for parent, _, names in os.walk(os.path.realpath(originals)):
-        for kept in (os.path.join(parent, name) for name in sorted(names)):
+    for parent, folders, names in os.walk(os.path.realpath(originals)):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for kept in (os.path.join(parent, name) for name in sorted([*names, *links])):
             path = places.original(kept)
-            if not is_real(path):
-                continue
             with suppress(OSError):  # it stays among those that have changed
-                if os.path.islink(kept):  # there was none
-                    os.unlink(path)
+                if os.path.islink(kept) and os.readlink(kept) == NONE:
+                    (shutil.rmtree if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
                 elif not _is_alike(kept, path):
                     _put_into_place(kept, path)
                 else:
                     continue
                 done.append(path)
+        if not (folders or names):
+            with suppress(OSError):  # as above
+                os.makedirs(places.original(parent), exist_ok=True)
     with suppress(FileNotFoundError):
         new_folders = map(os.fsdecode, originals.with_name(NEW_FOLDERS).read_bytes().splitlines())
-        for folder in sorted(filter(is_real, new_folders), key=len, reverse=True):
+        for folder in sorted(new_folders, key=len, reverse=True):
             with suppress(OSError):  # it is gone, or not empty
                 os.rmdir(folder)
     return done
@@ -118,7 +120,9 @@ def undo_changes(originals: Path, is_real: Callable[[str], bool] = lambda path: 
 
 def _is_alike(kept: str, path: str) -> bool:
     with suppress(OSError):
-        before, now = os.stat(kept), os.lstat(path)
+        before, now = os.lstat(kept), os.lstat(path)
+        if os.path.islink(kept) or os.path.islink(path):
+            return os.readlink(kept) == os.readlink(path)
         return (before.st_mtime_ns, before.st_size) == (now.st_mtime_ns, now.st_size)
     return False
 
@@ -128,10 +132,10 @@ def _put_into_place(kept: str, path: str) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     beside = f"{path}.nbaccel-{os.getpid()}"
     try:
-        shutil.copy2(kept, beside)
+        shutil.copy2(kept, beside, follow_symlinks=False)
         with suppress(OSError):  # it is gone, or only root may give a file to another user
             known = os.lstat(path)
-            os.chown(beside, known.st_uid, known.st_gid)
+            os.chown(beside, known.st_uid, known.st_gid, follow_symlinks=False)
         os.replace(beside, path)
     except OSError:
         with suppress(OSError):
@@ -191,6 +195,8 @@ def _files_below(folder: Path, most: int) -> tuple[dict[str, _State], bool]:
             with suppress(OSError):
                 known = entry.stat(follow_symlinks=False)
                 if not entry.is_dir(follow_symlinks=False):
+                    if entry.name.endswith(_NOTEBOOK):
+                        continue
                     files[entry.path] = _state(known)
                 elif known.st_dev == device and not entry.name.startswith(".") and entry.name != _CACHE_OF_PYTHON:
                     folders.append(entry.path)

@@ -9,16 +9,12 @@ from typing import Any
 from nbaccel.features.check.dry_run.dry_run_hooks import DryRunParts
 from nbaccel.features.check.dry_run.gradient_probe import GradientProbe
 from nbaccel.features.check.dry_run.loop_log import LoopLog
-from nbaccel.features.check.dry_run.rank_records import SAVES
-from nbaccel.features.check.dry_run.redirected_checkpoints import redirect_checkpoints
 
 __all__ = ["dry_run_parts", "gradient_probe"]
 
 
 def dry_run_parts(log: LoopLog, write: Callable[[Mapping[str, Any]], None], folder: Path) -> DryRunParts:
     """Return what cuts the loaders of this rank in a dry run, and measures; see `%%accelerate --check`."""
-    if (saves := folder.with_name(SAVES)).is_dir():
-        redirect_checkpoints(str(saves))
     return DryRunParts(log, write, folder)
 
 

@@ -1,4 +1,4 @@
-"""Writes elsewhere what a program saves by torch and safetensors: a dry run without a file shield. Runs in ranks.
+"""Writes elsewhere what a program saves by torch and safetensors in a dry run. Runs in ranks.
 
 `torch.save` and `save_file` of safetensors write below a folder of the run. Their files are found under their own names
 by `torch.load`, `load_file`, `open`, and by those functions of `os` that `os.path`, `pathlib`, `glob` and `shutil` use:
@@ -22,25 +22,14 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from nbaccel.features.check.dry_run.rank_records import ORIGINALS
 from nbaccel.features.check.dry_run.redirection import Redirection
-from nbaccel.features.check.kept_originals import keep_originals
 from nbaccel.launching.ipc.import_hooks import when_loaded
-from nbaccel.launching.ipc.rank_part import RankPart
 
-__all__ = ["RedirectedSaves", "redirect_saves"]
+__all__ = ["put_everywhere", "redirect_saves"]
 
 _OURS = "nbaccel."
 _AROUND_SAVES = (f"{_OURS}launching.libraries.", f"{_OURS}features.")
 """Modules that also put something around `torch.save`, and are not its callers."""
-
-
-class RedirectedSaves(RankPart):
-    """Writes below a folder, the argument, what a rank saves, and keeps the originals of what else it changes."""
-
-    def install(self) -> None:
-        redirect_saves(self.argument)
-        keep_originals(os.path.join(os.path.dirname(self.argument), ORIGINALS))
 
 
 def redirect_saves(folder: str) -> None:
@@ -56,10 +45,14 @@ def redirect_saves(folder: str) -> None:
     os.remove, os.unlink = _removing(os.remove, saves), _removing(os.unlink, saves)
     os.rmdir = _removing_folders(os.rmdir, saves)
     os.listdir, os.scandir = _listing(os.listdir, saves), _scanning(os.scandir, saves)
-    _put_everywhere(shutil.rmtree, _removing_folders(shutil.rmtree, saves))
-    _put_everywhere(shutil.copyfile, _copying(shutil.copyfile, saves.found, saves.place))
-    for function in (shutil.copymode, shutil.copystat):  # the other parts of `copy` and `copy2`
-        _put_everywhere(function, _copying(function, saves.found, saves.found))
+    put_everywhere(
+        {
+            shutil.rmtree: _removing_folders(shutil.rmtree, saves),
+            shutil.copyfile: _copying(shutil.copyfile, saves.found, saves.place),
+            shutil.copymode: _copying(shutil.copymode, saves.found, saves.found),  # the other parts of `copy`, `copy2`
+            shutil.copystat: _copying(shutil.copystat, saves.found, saves.found),
+        }
+    )
 
 
 class _Saves:
@@ -107,23 +100,35 @@ def _path(given: Any) -> str | None:
 
 
 def _wrap_torchs_saves(saves: _Saves, torch: Any) -> None:
-    _put_everywhere(torch.save, _redirected(torch.save, saves.place, 1, "f"))
-    _put_everywhere(torch.load, _redirected(torch.load, saves.found, 0, "f"))
+    put_everywhere(
+        {
+            torch.save: _redirected(torch.save, saves.place, 1, "f"),
+            torch.load: _redirected(torch.load, saves.found, 0, "f"),
+        }
+    )
 
 
 def _wrap_save_file(saves: _Saves, module: Any) -> None:
-    _put_everywhere(module.save_file, _redirected(module.save_file, saves.place, 1, "filename"))
-    _put_everywhere(module.load_file, _redirected(module.load_file, saves.found, 0, "filename"))
-    _put_everywhere(module.safe_open, _redirected(module.safe_open, saves.found, 0, "filename"))
+    put_everywhere(
+        {
+            module.save_file: _redirected(module.save_file, saves.place, 1, "filename"),
+            module.load_file: _redirected(module.load_file, saves.found, 0, "filename"),
+            module.safe_open: _redirected(module.safe_open, saves.found, 0, "filename"),
+        }
+    )
 
 
-def _put_everywhere(function: Callable[..., Any], wrapped: Callable[..., Any]) -> None:
-    """Give `wrapped` the place of `function` in all modules, and in the cells, that have imported it by its name."""
+def put_everywhere(wrapped: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Give functions the places of others in all modules, and in the cells, that have imported these by their names.
+
+    wrapped: the function to put into the place of each.
+    """
+    places = {id(function): new for function, new in wrapped.items()}
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
         if isinstance(namespace, dict):
-            for name in [name for name, value in list(namespace.items()) if value is function]:
-                namespace[name] = wrapped
+            for name in [name for name, value in list(namespace.items()) if id(value) in places]:
+                namespace[name] = places[id(namespace[name])]
 
 
 def _redirected(

@@ -12,6 +12,7 @@ import html
 import linecache
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from nbaccel.base.hardware import Platform
 from nbaccel.base.quantities import amount, duration, listed, plural, said
 from nbaccel.display.svg import STYLE
 from nbaccel.features.check.dry_run.unreached_lines import not_reached
-from nbaccel.features.check.findings import DryRunResult, FoundError, LineOfSaves
+from nbaccel.features.check.findings import DryRunResult, FoundError, LineOfSaves, unrun_lines
 from nbaccel.features.check.forecasts.forecast import Forecast, forecast
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.tasks.cell_code import CellSource
@@ -68,6 +69,8 @@ _OFFLINE = ("offline mode", "hf_hub_offline", "outgoing traffic has been disable
 
 _FULL = (os.strerror(errno.ENOSPC), "file write failed")
 """Words of errors about a full disk: the system's, and those of `torch.save`."""
+
+_NO_NAME = re.compile(r"(?:NameError|UnboundLocalError): .*?'(\w+)'")
 
 _SMALLEST_COUNT = 10
 
@@ -149,6 +152,8 @@ class _Writer:
 
     def lines(self) -> Iterator[ReportLine]:
         yield from self._end()
+        for line in unrun_lines(self._found.records):
+            yield ReportLine(YELLOW, line.said(self._source.name, "a check"))
         yield from self._results()
         yield from self._gathers()
         yield from self._memory()
@@ -209,16 +214,18 @@ class _Writer:
             return "; after the few rounds of a check that may be so"
         if name := self._bound_by_a_condition(error):
             return f"; {name} is bound under a condition that did not hold in the few rounds of a check"
-        if os.strerror(errno.EOVERFLOW) in error.text:
+        if os.strerror(errno.EBADF) in error.text:
+            return "; a file that the notebook has open, and that is too large for a copy, can only be read in a check"
+        room_bytes = self._found.free_bytes(tempfile.gettempdir())
+        if _is_about_disk(error.text) and room_bytes < self._found.free_bytes(os.getcwd()):
             return (
-                ": the file belongs to another user or group, which the shield of this check cannot change; the run "
-                "itself may be allowed to"
+                f": all files of this check have room for {amount(room_bytes)}, less than the disk has for the run "
+                "(let TMPDIR be a folder of a larger disk)"
             )
-        if _is_about_disk(error.text) and 0 < self._found.room_bytes < self._found.free_bytes(os.getcwd()):
-            return (
-                f": all files of this check have room for {amount(self._found.room_bytes)}, less than the disk has for "
-                "the run (let TMPDIR be a folder of a larger disk)"
-            )
+        lines = unrun_lines([self._found.records[error.rank]])
+        if lines and not error.is_memory and not _NO_NAME.match(error.text):
+            places = listed([each.place(self._source.name) for each in lines])
+            return f"; {places} {'was' if len(lines) == 1 else 'were'} not run in this check"
         return ""
 
     def _counts_of_cut_batches(self, text: str) -> int | None:
@@ -235,7 +242,7 @@ class _Writer:
 
     def _bound_by_a_condition(self, error: FoundError) -> str:
         """Return the name that an error misses, if an `if` above that line would bind it; else an empty text."""
-        missing = re.match(r"(?:NameError|UnboundLocalError): .*?'(\w+)'", error.text)
+        missing = _NO_NAME.match(error.text)
         if missing is None or not self._is_in_cell(error.file) or not self._found.of_kind("loop"):
             return ""
         conditions = [node for node in ast.walk(self._source.parsed()) if isinstance(node, ast.If)]

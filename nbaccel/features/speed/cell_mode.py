@@ -23,6 +23,4 @@ class SpeedMode:
         Raises: see `CellSpeed.run`.
         """
         with interrupts_in_one_line():
-            CellSpeed(
-                session.shell, session.launcher, plan.plan, plan.task, session.setup, session.survey(), session.say
-            ).run()
+            CellSpeed(session.shell, session.launcher, plan.plan, plan.task, session.setup, session.survey()).run()

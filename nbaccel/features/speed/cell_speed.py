@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,6 @@ class CellSpeed:
     Args:
         task: The cell as it would run.
         setup: See `Session`.
-        say: Prints a line of the project.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ class CellSpeed:
         task: CellTask,
         setup: str | None,
         survey: Survey,
-        say: Callable[[str], None],
     ) -> None:
         self._shell = shell
         self._screen = JupyterScreen(shell)
@@ -146,7 +144,7 @@ class CellSpeed:
         self._display_id = f"nbaccel-speed-{uuid.uuid4().hex}"
         self._has_shown = False
         self._trials = SpeedSearch(
-            launcher, plan, task, setup, plan.options.speed or 0.0, machine_of(plan, survey), say, self._show_trial
+            launcher, plan, task, setup, plan.options.speed or 0.0, machine_of(plan, survey), self._show_trial
         )
 
     def run(self) -> SpeedReport:
@@ -180,7 +178,7 @@ class CellSpeed:
         advised = self._trials.advised()
         changed = [f"changed by these trials: {path}" for path in self._trials.changed_files]
         lines = [] if advised is None else self._lines(advised)
-        return SpeedReport(self._trials.found, advised, lines, remarks=(*remarks, *changed))
+        return SpeedReport(self._trials.found, advised, lines, remarks=(*remarks, *self._trials.not_run, *changed))
 
     def _lines(self, advised: SpeedRow) -> list[PastedLine]:
         cells = cells_of(self._shell, self._source)

@@ -13,12 +13,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from nbaccel.base.settings import STOP
 from nbaccel.features.check.dry_run.rank_records import read_records
 from nbaccel.features.check.dry_run_ranks import PREFIX, DryRunRanks, unseen
-from nbaccel.features.check.findings import error_of
+from nbaccel.features.check.findings import error_of, unrun_lines
 from nbaccel.features.speed.candidates import Machine, candidates, refinements
 from nbaccel.features.speed.changes import SpeedChange
 from nbaccel.features.speed.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
@@ -59,7 +58,7 @@ class SpeedSearch:
     """The trials of one cell.
 
     task: the cell as it would run.  setup: see `Session`.  budget_s: for all trials.
-    say: prints a line of the project.  changed: called with the comparison after each trial, and what is tried next.
+    changed: called with the comparison after each trial, and what is tried next.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class SpeedSearch:
         setup: str | None,
         budget_s: float,
         machine: Machine,
-        say: Callable[[str], None],
         changed: Callable[[SpeedComparison, str], None] = lambda comparison, following: None,
     ) -> None:
         self._launcher = launcher
@@ -79,12 +77,12 @@ class SpeedSearch:
         self._setup = setup
         self._budget_s = budget_s
         self._machine = machine
-        self._say = say
         self._changed = changed
         self._wanted_s = _FIRST_S
         self._ends_at = 0.0
         self._number = 0  # of the last trial
         self._changed_files: dict[str, None] = {}
+        self._not_run: dict[str, None] = {}
         self._compiled = ""  # the folder of what compilers have made, which later trials need not make again
         self.found = SpeedComparison()
 
@@ -210,8 +208,13 @@ class SpeedSearch:
 
     @property
     def changed_files(self) -> list[str]:
-        """Return the files that trials have changed, where files are not shielded."""
+        """Return the files that trials have changed."""
         return list(self._changed_files)
+
+    @property
+    def not_run(self) -> list[str]:
+        """Return a sentence for each line that trials did not run, since they cannot undo it."""
+        return list(self._not_run)
 
     # --- one trial
 
@@ -249,9 +252,7 @@ class SpeedSearch:
         if change.compiles and not self._compiled:
             self._compiled = os.path.realpath(tempfile.mkdtemp(prefix=PREFIX))
             self._launcher.resources.guard(self._compiled)
-        kept = [Path(self._compiled)] if change.compiles else []
-        with DryRunRanks.start(self._launcher, kept) as place:
-            place.watch_files(self._say if is_first else lambda line: None)
+        with DryRunRanks.start(self._launcher) as place:
             task = TrialTask(
                 cell.source,
                 cell.namespace,
@@ -274,12 +275,16 @@ class SpeedSearch:
             finally:
                 ended.close()
                 self._changed_files |= dict.fromkeys(place.changed_files())
+        not_run = [line.said(cell.source.name, "a trial") for line in unrun_lines(records)]
+        self._not_run |= dict.fromkeys(not_run)
         if ended.is_interrupted:
             raise KeyboardInterrupt
         if ended.is_timed_out:
             raise TimeoutError
         if run.error is not None:
             if is_first:
+                for line in not_run:
+                    run.error.add_note(line)
                 raise run.error
             return SpeedTrial(seconds=seconds, why_not=_why_not(run, ended))
         trials = [record for rank in records for record in rank if record["kind"] == "trial"]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,17 +45,6 @@ class RankPart:
 
     def __init__(self, argument: str = "") -> None:
         self.argument = argument
-
-    def enter(self, make_task: Callable[[], Task]) -> Callable[[], Task]:
-        """Change this process before it has a thread.
-
-        Args:
-            make_task: Makes the task of the rank.
-
-        Returns:
-            What makes the task now: as a rule `make_task`.
-        """
-        return make_task
 
     def install(self) -> None:
         """Watch or change what the user's code will use, before any of it runs. Called once."""

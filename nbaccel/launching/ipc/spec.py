@@ -400,7 +400,6 @@ class LaunchSpec:
     restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
     ends_waiting: a run in which all ranks wait in collectives, and none goes on, is ended after seconds.
     parts: what features add to the ranks, see `RankPart`.
-    meeting_folder: the folder in which the run makes its own; None for that of temporary files.
     """
 
     task: Task
@@ -420,7 +419,6 @@ class LaunchSpec:
     restarts_ranks: bool = False
     ends_waiting: bool = False
     parts: tuple[PartName, ...] = ()
-    meeting_folder: str | None = None
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:

@@ -37,7 +37,6 @@ class WorkerGroup:
 
     method: the way they are started.  kernel_pidfd: the descriptor by which they notice the end of the kernel.
     guard: sends a line to the reaper, see `reaper._Watch.learn`.
-    meeting_folder: see `LaunchSpec`.
     """
 
     def __init__(
@@ -47,14 +46,13 @@ class WorkerGroup:
         *,
         kernel_pidfd: int,
         guard: Callable[[str], None],
-        meeting_folder: str | None = None,
     ) -> None:
         self.members: list[WorkerHandle] = []
         self.pipes: list[MarkedPipe] = []
         self.page = ControlPage.create(world_size)
         self.rings = Rings()
         self.guard = guard
-        self.folder = tempfile.mkdtemp(prefix="nbaccel-run-", dir=meeting_folder)  # mode 0700
+        self.folder = tempfile.mkdtemp(prefix="nbaccel-run-")  # mode 0700
         self.store_path = os.path.join(self.folder, "store")
         self._world_size = world_size
         self._lives = [0] * world_size

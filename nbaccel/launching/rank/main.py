@@ -1,9 +1,9 @@
 """The runtime of one rank: from the moment its process exists until `os._exit`. Runs in ranks, never returns.
 
-Forked ranks and ranks of the zygote have the same runtime. The order of the prologue matters: the file shield comes
-before the first thread, the death watch before anything that can hang, CPU threads before anything that can compute,
-the streams before anything that can print, and all of it before the parts (`rank/parts`), which have their own order.
-No exception may leave `run_rank`: above it is the kernel's own message loop.
+Forked ranks and ranks of the zygote have the same runtime. The order of the prologue matters: the death watch
+comes before anything that can hang, CPU threads before anything that can compute, the streams before anything that can
+print, and all of it before the parts (`rank/parts`), which have their own order. No exception may leave `run_rank`:
+above it is the kernel's own message loop.
 
 Reasons: docs/design/starting-ranks.md
 """
@@ -84,7 +84,6 @@ def run_rank(
     # A forked child that returns from here runs the kernel's loop: https://github.com/jupyter/notebook/issues/3106.
     try:
         os.setsid()
-        make_task = parts.enter(make_task)
         watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
         watch.start()
         raise_oom_score()

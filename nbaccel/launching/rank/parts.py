@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from nbaccel.base.settings import FSDP, RunSettings
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
-from nbaccel.launching.ipc.spec import Results, Task, WorkerBoot, load_named
+from nbaccel.launching.ipc.spec import Results, WorkerBoot, load_named
 from nbaccel.launching.libraries import OtherLibraries
 from nbaccel.launching.libraries.one_file import OneFile
 from nbaccel.launching.libraries.one_output import MetricsOfRanks, OneTrackedRun, ProgressBars
@@ -28,7 +28,7 @@ __all__ = ["RankParts"]
 
 
 class RankParts:
-    """The parts of one rank. Made before it begins; nothing is changed before `enter`.
+    """The parts of one rank. Made before it begins; nothing is changed before `install`.
 
     Args:
         boot: Names those that features add.
@@ -63,11 +63,6 @@ class RankParts:
                 OneTrackedRun(world, boot.store_path),
                 OneFile(world, boot.store_path, written),
             ]
-
-    def enter(self, make_task: Callable[[], Task]) -> Callable[[], Task]:
-        for part in self._parts:
-            make_task = part.enter(make_task)
-        return make_task
 
     def install(self) -> None:
         for part in self._parts:

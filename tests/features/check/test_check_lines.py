@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -38,15 +38,38 @@ def lines(error: FoundError | None, *records: dict[str, Any]) -> list[str]:
     return str(CheckReport.of(found, SOURCE, PLAN)).splitlines()
 
 
-def test_a_file_that_the_shield_cannot_change_is_yellow() -> None:
-    error = OSError(errno.EOVERFLOW, "Value too large for defined data type", "theirs.txt")
-    text = f"OSError: {error}"
-    first, *rest = lines(FoundError(text, "all 2 ranks", "Cell In[5]", 2))
-    assert first == (
-        f"yellow: line 2, all 2 ranks: {text}: the file belongs to another user or group, which the shield of this "
-        "check cannot change; the run itself may be allowed to, so this line, and what follows it, could not be checked"
+UNRUN = {"kind": "not_run", "file": "Cell In[5]", "line": 1, "why": "it starts a program (touch x)"}
+
+
+def test_lines_that_were_not_run_are_yellow() -> None:
+    first, second, _ = lines(None, UNRUN, UNRUN, {**UNRUN, "file": "/home/me/mine.py", "why": "it removes /x"})
+    assert first == "yellow: line 1 was not run, since a check cannot undo it: it starts a program (touch x)"
+    assert second == "yellow: /home/me/mine.py, line 1 was not run, since a check cannot undo it: it removes /x"
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (FoundError("FileNotFoundError: x", "rank 0", "Cell In[5]", 2), "yellow"),
+        (FoundError("NameError: name 'x' is not defined", "rank 0", "Cell In[5]", 2), "red"),
+        (FoundError("RuntimeError: CUDA out of memory", "rank 0", "Cell In[5]", 2, is_memory=True), "red"),
+    ],
+)
+def test_an_error_behind_a_line_that_was_not_run_is_yellow(error: FoundError, level: str) -> None:
+    said = lines(error, UNRUN)
+    assert "yellow: line 1 was not run, since a check cannot undo it: it starts a program (touch x)" in said
+    (found,) = [line for line in said if error.text in line]
+    assert found.startswith(f"{level}: line 2, rank 0: ")
+    assert ("; line 1 was not run in this check, so this line, and what" in found) == (level == "yellow")
+    assert next(line for line in lines(error) if error.text in line).startswith("red: ")
+
+
+def test_a_write_to_a_file_that_can_only_be_read_is_yellow() -> None:
+    (found, _) = lines(FoundError("OSError: [Errno 9] Bad file descriptor", "rank 0", "Cell In[5]", 2))
+    assert found.startswith(
+        "yellow: line 2, rank 0: OSError: [Errno 9] Bad file descriptor; a file that the notebook has open, and that "
+        "is too large for a copy, can only be read in a check"
     )
-    assert rest == ["yellow: not reached: line 3"]
 
 
 @pytest.mark.parametrize(
@@ -54,14 +77,14 @@ def test_a_file_that_the_shield_cannot_change_is_yellow() -> None:
     [
         ("OSError: [Errno 28] No space left on device: 'x.bin'", 10**8, "yellow"),
         ("RuntimeError: [enforce fail at inline_container.cc:672] file write failed", 10**8, "yellow"),
-        ("OSError: [Errno 28] No space left on device: 'x.bin'", 0, "red"),  # there is no shield
         ("OSError: [Errno 28] No space left on device: 'x.bin'", 10**9, "red"),  # the disk itself is full
         ("RuntimeError: unable to write to file </torch_1>: No space left on device (28)", 10**8, "red"),  # /dev/shm
     ],
 )
-def test_a_full_layer_on_a_disk_that_is_not_full_is_yellow(text: str, room_bytes: int, level: str) -> None:
+def test_a_full_disk_of_temporary_files_is_yellow(text: str, room_bytes: int, level: str) -> None:
     error = FoundError(text, "rank 0", "Cell In[5]", 2)
-    found = DryRunResult([[]], [{}], error, 1.0, 0.1, lambda path: 10**9, room_bytes=room_bytes)
+    free = {tempfile.gettempdir(): room_bytes}
+    found = DryRunResult([[]], [{}], error, 1.0, 0.1, lambda path: free.get(path, 10**9))
     first = str(CheckReport.of(found, SOURCE, PLAN)).splitlines()[0]
     assert first.startswith(f"{level}: line 2, rank 0: {text}")
     assert ("let TMPDIR be" in first) == (level == "yellow")

@@ -492,7 +492,7 @@ Path({absolute!r}).write_text('new')
 Path('there.txt').write_text('changed')
 Path('gone.txt').unlink(missing_ok=True)
 torch.save(model.state_dict(), 'model.pt')
-!touch touched.txt
+accelerator.save_state('state')
 model[0].weight.data.fill_(7)
 history.append(1)
 X.zero_()
@@ -511,6 +511,8 @@ def test_neither_files_nor_variables_are_touched(kernel: RealKernel, tmp_path: P
     )
     said = report(kernel, TOUCHES.format(absolute=str(absolute)))
     assert "red: " not in said, said
+    assert "changed by this check" not in said
+    assert f"ok: a save to {tmp_path} has" in said, said
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".nbaccel") == ["gone.txt", "there.txt"]
     assert (tmp_path / "there.txt").read_text() == "old"
     assert not absolute.exists()
@@ -538,12 +540,37 @@ def test_no_tracker_is_told(kernel: RealKernel, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name != ".nbaccel"] == []
 
 
-UNSHIELDED = """
-import os; os.chdir({folder!r})
-from nbaccel.features.check.shield.file_shield import FileShield
-_start = FileShield.start
-FileShield.start = classmethod(lambda cls, own, folder: cls(None, folder, {{'why_not': 'it is a test'}}))
+UNRUN = """
+!touch made-by-a-shell.txt
+files = !touch made-by-a-shell.txt
+get_ipython().run_cell_magic('bash', '', 'touch made-by-a-shell.txt')
+import subprocess, shutil
+assert subprocess.run(['touch', 'made.txt'], check=True).returncode == 0 and files == []
+shutil.rmtree({beside!r})
+fit(1)
+torch.load('made.pt')
 """
+
+
+def test_lines_that_cannot_be_undone_are_not_run(kernel: RealKernel, tmp_path: Path) -> None:
+    home, beside = tmp_path / "home", tmp_path / "beside"
+    for folder in (home, beside):
+        folder.mkdir()
+    kernel.do(f"import os; os.chdir({str(home)!r})")
+    said = report(kernel, UNRUN.format(beside=str(beside)))
+    assert "red: " not in said, said
+    assert "yellow: line 9" in said, said
+    assert "; line 2, line 3, line 4, line 6, line 7 were not run in this check, so this line" in said, said
+    for line in (2, 3, 4):
+        assert f"yellow: line {line} was not run, since a check cannot undo it: it starts a program (" in said, said
+    assert "yellow: line 6 was not run, since a check cannot undo it: it starts a program (touch made.txt)" in said, (
+        said
+    )
+    assert f"yellow: line 7 was not run, since a check cannot undo it: it removes the folder {beside}, which" in said
+    assert "changed by this check" not in said, said
+    assert [path.name for path in home.iterdir() if path.name != ".nbaccel"] == []
+    assert beside.is_dir()
+
 
 TRAINER = """
 from transformers import Trainer, TrainingArguments
@@ -574,71 +601,16 @@ with open("plots/a/loss.txt", "w") as file:
 """
 
 
-def test_a_trainer_without_a_shield_leaves_its_folders_as_they_were(kernel: RealKernel, tmp_path: Path) -> None:
+def test_a_trainer_leaves_its_folders_as_they_were(kernel: RealKernel, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "results").mkdir()
     (tmp_path / "large.pkl").write_bytes(b"of the user" * 200_000)
-    kernel.do(UNSHIELDED.format(folder=str(tmp_path)))
-    try:
-        said = report(kernel, TRAINER)
-    finally:
-        kernel.do("FileShield.start = _start")
+    kernel.do(f"import os; os.chdir({str(tmp_path)!r})")
+    said = report(kernel, TRAINER)
     assert "red: " not in said, said
     assert "changed by this check" not in said
     assert sorted(path.name for path in tmp_path.rglob("*") if ".nbaccel" not in path.parts) == ["large.pkl", "results"]
     assert (tmp_path / "large.pkl").read_bytes() == b"of the user" * 200_000
-
-
-def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel: RealKernel, tmp_path: Path) -> None:
-    kernel.do(UNSHIELDED.format(folder=str(tmp_path)))
-    try:
-        cell = kernel.run(
-            accelerate(
-                "torch.save(model.state_dict(), 'model.pt')\ntorch.load('model.pt')\n"
-                "from pathlib import Path\nPath('made.txt').write_text('x')\n!touch real.txt",
-                flags="--check full",
-            )
-        ).succeeded()
-    finally:
-        kernel.do("FileShield.start = _start")
-    assert "files are not shielded here: it is a test" in cell.stdout
-    assert cell.stdout.count("files are not shielded here") == 1
-    assert text_of(cell).count("changed by this check") == 1
-    assert f"yellow: changed by this check: {tmp_path / 'real.txt'}" in text_of(cell)
-    assert "red: " not in text_of(cell)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".nbaccel") == ["real.txt"]
-
-
-def test_a_folder_that_the_shield_leaves_open_is_as_before(kernel: RealKernel, tmp_path: Path) -> None:
-    """As a working folder on a network file system is."""
-    for name in ("model.pt", "notes.txt"):
-        (tmp_path / name).write_text("of the user")
-    kernel.do(
-        f"import os; os.chdir({str(tmp_path)!r})\n"
-        "from pathlib import Path\n"
-        "from nbaccel.features.check.shield.file_shield import FileShield\n"
-        "_start = FileShield.start\n"
-        "FileShield.start = classmethod(lambda cls, own, folder: _start([*own, Path.cwd()], folder))"
-    )
-    try:
-        cell = kernel.run(
-            accelerate(
-                "torch.save(model.state_dict(), 'model.pt')\ntorch.load('model.pt')\n"
-                "Path('notes.txt').write_text('of a rank')",
-                flags="--check",
-            )
-        ).succeeded()
-    finally:
-        kernel.do("FileShield.start = _start")
-    if "files are not shielded here" in cell.stdout:
-        pytest.skip("no file can be shielded here")
-    assert f"files are not shielded in {tmp_path}. Saves of torch" in cell.stdout
-    assert "changed by this check" not in text_of(cell)
-    assert "red: " not in text_of(cell)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {
-        "model.pt": "of the user",
-        "notes.txt": "of the user",
-    }
 
 
 def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel, tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
-"""The place of a run whose files are thrown away: what it says, and that it leaves the working folder as it was."""
+"""The place of a run whose files are thrown away: it leaves the working folder as it was, or says what has changed."""
 
 from __future__ import annotations
 
 import shutil
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nbaccel.features.check.dry_run_ranks import DryRunRanks, interrupted
-from nbaccel.features.check.shield.file_shield import FileShield
+from nbaccel.features.check.dry_run_ranks import DryRunRanks, free_bytes, interrupted
 
 
 @pytest.fixture
@@ -29,16 +27,6 @@ def launcher() -> Any:
     return types.SimpleNamespace(resources=types.SimpleNamespace(guard=lambda line: None))
 
 
-def with_shield(monkeypatch: pytest.MonkeyPatch, open_folders: Sequence[str] = (), why_not: str = "") -> None:
-    def start(own: list[Path], folder: Path) -> FileShield:
-        (folder / "runs").mkdir()
-        answer: dict[str, Any] = {"why_not": why_not, "pid": 1, "namespace": "mnt:[1]", "covered": ["/"]}
-        answer["open"] = [*open_folders, str(folder / "runs"), *map(str, own)]
-        return FileShield(None, folder, answer | {"memory_bytes": 0})
-
-    monkeypatch.setattr(FileShield, "start", start)
-
-
 def change(place: DryRunRanks, home: Path) -> None:
     """Do as ranks do."""
     kept = Path(f"{place.records.with_name('originals')}{home}", "old.txt")
@@ -49,65 +37,23 @@ def change(place: DryRunRanks, home: Path) -> None:
     Path("new.txt").touch()
 
 
-def test_a_whole_shield_needs_no_words(home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_shield(monkeypatch)
-    said: list[str] = []
+def test_changes_are_undone_and_others_are_listed(home: Path, launcher: Any) -> None:
     with DryRunRanks.start(launcher) as place:
-        place.watch_files(said.append)
-        assert place.is_shielded
-        assert place.changed_files() == []
-    assert said == []
-    assert not place.records.exists()
-
-
-def test_without_a_shield_changes_are_undone_and_others_are_listed(
-    home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_shield(monkeypatch, why_not="it is a test")
-    said: list[str] = []
-    with DryRunRanks.start(launcher) as place:
-        place.watch_files(said.append)
         change(place, home)
+        (home / "saved.ipynb").touch()  # by Jupyter
         changed = place.changed_files()
-    assert said[0].startswith("files are not shielded here: it is a test. Saves of torch,")
     assert changed == [f"{home}/new.txt"]
+    assert not place.records.exists()
     assert {path.name: path.read_text() for path in home.iterdir()} == {
         "old.txt": "old",
         "gone.txt": "gone",
         "new.txt": "",
+        "saved.ipynb": "",
     }
 
 
-def test_a_folder_that_the_shield_leaves_open_is_watched_as_without_one(
-    home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_shield(monkeypatch, open_folders=[str(home)])
-    said: list[str] = []
-    with DryRunRanks.start(launcher) as place:
-        assert not place.is_shielded
-        place.watch_files(said.append)
-        assert place.records.with_name("saves").is_dir()
-        change(place, home)
-        assert place.changed_files() == [f"{home}/new.txt"]
-    assert said[0].startswith(f"files are not shielded in {home}. Saves of torch,")
-    assert (home / "old.txt").read_text() == "old"
-
-
-def test_what_others_write_to_a_file_that_the_shield_covers_is_theirs(
-    home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_shield(monkeypatch, open_folders=["/none"])
-    with DryRunRanks.start(launcher) as place:
-        place.watch_files()
-        change(place, home)
-        assert place.changed_files() == []
-    assert (home / "old.txt").read_text() == "changed"
-
-
-def test_an_interrupted_run_puts_files_back(home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_shield(monkeypatch, why_not="it is a test")
+def test_an_interrupted_run_puts_files_back(home: Path, launcher: Any) -> None:
     with pytest.raises(KeyboardInterrupt), DryRunRanks.start(launcher) as place:
-        place.watch_files()
         change(place, home)
         raise KeyboardInterrupt
     assert (home / "old.txt").read_text() == "old"
@@ -117,3 +63,8 @@ def test_an_interrupted_run_puts_files_back(home: Path, launcher: Any, monkeypat
 def test_an_interrupt_names_what_has_changed() -> None:
     assert str(interrupted("the check was", [])) == "the check was interrupted; nothing was changed."
     assert str(interrupted("the trials were", ["/a", "/b"])) == "the trials were interrupted; changed: /a, /b."
+
+
+def test_free_bytes_are_those_of_the_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    assert abs(free_bytes(tmp_path / "none" / "such") - usage.free) < 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from nbaccel.base.settings import RunSettings
 from nbaccel.features.check import kept_originals
 from nbaccel.features.check.folder_snapshot import undo_changes
+from nbaccel.features.check.kept_originals import KeptOriginals
+from nbaccel.features.check.unrun_statements import UnrunStatements
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.supervisor import RunObservers
@@ -44,7 +46,7 @@ def originals(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(launcher: Launcher, originals: Path, start_method: str) -> Callable[[Callable[..., Any]], None]:
     """Two ranks whose saves are redirected."""
-    for folder in (originals, originals.with_name("saves")):
+    for folder in (originals, originals.with_name("saves"), originals.with_name("records")):
         folder.mkdir(parents=True)
 
     def run(function: Callable[..., Any]) -> None:
@@ -53,7 +55,7 @@ def run(launcher: Launcher, originals: Path, start_method: str) -> Callable[[Cal
             Devices(2),
             Start(start_method, "a test"),
             RunSettings(cpu=True),
-            parts=(("nbaccel.features.check.redirected_saves:RedirectedSaves", str(originals.with_name("saves"))),),
+            parts=(("nbaccel.features.check.protected_files:ProtectedFiles", str(originals.parent)),),
         )
         run, ended = launcher.run(spec, RunObservers(ConsoleScreen()))
         try:
@@ -139,28 +141,106 @@ def test_what_a_rank_only_reads_is_left_to_other_programs(run: Run, home: Path, 
     assert (home / "added").read_text() == "by an editor"
 
 
-def test_a_file_that_a_rank_has_looked_for_in_vain_is_not_its_own(home: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "ranks" / "originals"
-    folder.mkdir(parents=True)
-    kept = kept_originals._Originals(str(folder))
+@pytest.fixture
+def told() -> list[Mapping[str, Any]]:
+    """The records of lines that were not run."""
+    return []
+
+
+@pytest.fixture
+def kept(home: Path, originals: Path, told: list[Mapping[str, Any]]) -> KeptOriginals:
+    originals.mkdir(parents=True)
+    return KeptOriginals(str(originals), UnrunStatements(told.append))
+
+
+def test_a_file_that_a_rank_has_looked_for_in_vain_is_not_its_own(
+    kept: KeptOriginals, home: Path, originals: Path
+) -> None:
     kept.look("os.remove", ("by another", -1))
     kept.look("os.rename", ("by another", "made", -1, -1))
     kept.look("os.truncate", ("by another", 0))
     kept.look("open", ("by another", "r+", os.O_RDWR))
     for name in ("by another", "made"):
         (home / name).touch()
-    assert undo_changes(folder) == [str(home / "made")]
+    assert undo_changes(originals) == [str(home / "made")]
     assert (home / "by another").exists()
 
 
-def test_a_file_for_which_there_is_no_room_is_written_all_the_same(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_is_too_large_for_a_copy_is_not_changed(
+    kept: KeptOriginals, originals: Path, told: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_originals, "_MOST_OF_DISK", 0.0)
-    folder = tmp_path / "ranks" / "originals"
-    folder.mkdir(parents=True)
-    kept = kept_originals._Originals(str(folder))
-    kept.look("open", ("added", "w", os.O_WRONLY))
+    monkeypatch.setattr(kept_originals, "_MOST_BYTES", 3)
+    with pytest.raises(
+        OSError, match=r"a check does not change it: .*/added has 17 bytes, which is too large for a copy"
+    ):
+        kept.look("open", ("added", "w", os.O_WRONLY))
     kept.look("open", (3, "w", os.O_WRONLY))
     kept.look("os.remove", ("cut", 5))
-    assert [path for path in folder.parent.rglob("*") if not path.is_dir()] == []
+    assert [path for path in originals.parent.rglob("*") if not path.is_dir()] == []
+    (record,) = told
+    assert record["file"] == __file__
+    assert record["why"].startswith("it changes a file, and /")
+
+
+def test_what_cannot_be_put_back_is_not_removed(
+    kept: KeptOriginals, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "folder" / "below").mkdir(parents=True)
+    (home / "folder" / "file").write_text("1234")
+    (tmp_path / "beside").touch()
+    why_not = kept.why_not_removed
+    assert (why_not("added", False), why_not("added", True), why_not("folder", False), why_not("none", False)) == (
+        "",
+    ) * 4
+    assert why_not("../beside", False) == f"it removes {tmp_path}/beside, which is outside of the working folder"
+    assert why_not("folder", True) == f"it moves the folder {home}/folder"
+    monkeypatch.setattr(kept_originals, "_MOST_BYTES", 3)
+    assert why_not("folder", False) == f"it removes the folder {home}/folder, which is too large for a copy"
+
+
+def test_what_a_rank_has_made_may_be_removed_anywhere(kept: KeptOriginals, tmp_path: Path) -> None:
+    beside = tmp_path / "beside"
+    kept.look("os.mkdir", (str(beside), 0o777, -1))
+    kept.look("open", (f"{beside}.txt", "w", os.O_WRONLY | os.O_CREAT))
+    beside.mkdir()
+    beside.with_suffix(".txt").touch()
+    (beside / "file").touch()
+    assert [kept.why_not_removed(str(path), True) for path in (beside, beside / "file", f"{beside}.txt")] == [""] * 3
+
+
+def test_folders_and_links_that_are_removed_are_put_back(kept: KeptOriginals, home: Path, originals: Path) -> None:
+    (home / "folder" / "empty").mkdir(parents=True)
+    (home / "folder" / "link").symlink_to("../added")
+    (home / "folder" / "file").write_text("of the user")
+    kept.look("shutil.rmtree", ("folder", None))
+    shutil.rmtree("folder")
+    undo_changes(originals)
+    assert sorted(os.listdir("folder")) == ["empty", "file", "link"]
+    assert os.readlink("folder/link") == "../added"
+    assert Path("folder/file").read_text() == "of the user"
+
+
+def test_a_folder_that_a_rank_has_made_and_moved_is_removed(kept: KeptOriginals, home: Path, originals: Path) -> None:
+    names = sorted(os.listdir(home))
+    kept.look("os.mkdir", ("made", 0o777, -1))
+    os.mkdir("made")
+    kept.look("open", ("made/file", "w", os.O_WRONLY | os.O_CREAT))
+    Path("made/file").touch()
+    kept.look("os.rename", ("made", "away", -1, -1))
+    os.rename("made", "away")
+    undo_changes(originals)
+    assert sorted(os.listdir(home)) == names
+
+
+def test_a_hidden_file_counts_where_a_line_of_the_users_changes_it(
+    kept: KeptOriginals, home: Path, originals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / ".mine").write_text("of the user")
+    (home / ".cache").write_text("of a library")
+    kept.look("open", (".mine", "w", os.O_WRONLY))
+    monkeypatch.setattr(kept_originals, "line_of_user", lambda: None)
+    kept.look("open", (".cache", "w", os.O_WRONLY))
+    for name in (".mine", ".cache"):
+        (home / name).write_text("changed")
+    assert undo_changes(originals) == [str(home / ".mine")]
+    assert (home / ".mine").read_text() == "of the user"

@@ -1,4 +1,4 @@
-"""What torch, safetensors and nbaccel save in a dry run without a shield lies elsewhere, and is found again."""
+"""What torch, safetensors and nbaccel save in a dry run lies elsewhere, and is found again."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
+    folder = tmp_path / "ranks" / "saves"
+    folder.mkdir(parents=True)
+    for name in ("originals", "records"):
+        folder.with_name(name).mkdir()
     return folder
 
 
@@ -57,7 +59,7 @@ def run(launcher: Launcher, elsewhere: Path, start_method: str) -> Run:
             Devices(2),
             Start(start_method, "a test"),
             RunSettings(cpu=True),
-            parts=(("nbaccel.features.check.redirected_saves:RedirectedSaves", str(elsewhere)),),
+            parts=(("nbaccel.features.check.protected_files:ProtectedFiles", str(elsewhere.parent)),),
         )
         run, ended = launcher.run(spec, RunObservers(ConsoleScreen()))
         try:
@@ -110,8 +112,7 @@ def test_saved_files_are_found_under_their_names_and_the_folder_has_not_changed(
     assert before.changed() == []
 
 
-def looks_into_folders(elsewhere: str) -> dict[str, Any]:
-    redirect_checkpoints(elsewhere)
+def looks_into_folders() -> dict[str, Any]:
     Accelerator(cpu=True).save_model(torch.nn.Linear(1, 1), "weights")
     if os.environ["RANK"] != "0":
         return {}
@@ -132,16 +133,15 @@ def looks_into_folders(elsewhere: str) -> dict[str, Any]:
     return {"is_left": gone, "weights": sorted(os.listdir("weights")), "here": sorted(os.listdir())}
 
 
-def test_listings_of_folders_show_what_was_saved(run: Run, home: Path, elsewhere: Path) -> None:
+def test_listings_of_folders_show_what_was_saved(run: Run, home: Path) -> None:
     before = FolderSnapshot.of(home)
-    seen, _ = run(looks_into_folders, str(elsewhere))
+    seen, _ = run(looks_into_folders)
     expected = {"is_left": False, "weights": ["config.json", "model.safetensors"], "here": ["old.pt", "weights"]}
     assert seen == expected
     assert before.changed() == []
 
 
-def copies(elsewhere: str) -> dict[str, Any]:
-    redirect_checkpoints(elsewhere)
+def copies() -> dict[str, Any]:
     Accelerator(cpu=True).save_model(torch.nn.Linear(1, 1), "weights")
     if os.environ["RANK"] != "0":
         return {}
@@ -158,9 +158,9 @@ def copies(elsewhere: str) -> dict[str, Any]:
     return {"lengths": lengths, "is_left": os.path.exists("weights"), "here": sorted(os.listdir())}
 
 
-def test_copies_of_what_was_saved_lie_beside_it(run: Run, home: Path, elsewhere: Path) -> None:
+def test_copies_of_what_was_saved_lie_beside_it(run: Run, home: Path) -> None:
     before = FolderSnapshot.of(home)
-    seen, _ = run(copies, str(elsewhere))
+    seen, _ = run(copies)
     names = ["copy.pt", "moved.pt", "new.pt", "old.pt"]
     assert seen == {"lengths": [2, 2, 2, 2], "is_left": False, "here": names}
     assert before.changed() == []

@@ -42,7 +42,7 @@ class FakeSearch(SpeedSearch):
         start = Start("fork", "the notebook has not used CUDA")
         plan = LaunchPlan(RunOptions(), Devices(2), start, RunSettings(mixed_precision="no"), 1)
         unused: Any = None
-        super().__init__(unused, plan, unused, None, budget_s, CPUS, print)
+        super().__init__(unused, plan, unused, None, budget_s, CPUS)
         self._speed = speed
         self._facts = FACTS if facts is None else facts
         self.tried: list[str] = []

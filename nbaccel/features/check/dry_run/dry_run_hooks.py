@@ -21,6 +21,8 @@ from nbaccel.features.check.dry_run.loader_cuts import LoaderCuts
 from nbaccel.features.check.dry_run.loop_log import LoopLog
 from nbaccel.features.check.dry_run.memory_peaks import MemoryPeaks
 from nbaccel.features.check.dry_run.one_pass import OnePass
+from nbaccel.features.check.dry_run.rank_records import SAVES
+from nbaccel.features.check.dry_run.redirection import Redirection
 from nbaccel.features.check.dry_run.saved_files import SavedFiles
 from nbaccel.features.check.dry_run.step_times import StepTimes
 from nbaccel.train.checkpoint import manager, writer
@@ -65,7 +67,8 @@ class DryRunParts:
         has_own_batches = trains_raw and settings.batches == EACH
         self.times = StepTimes(write, log.note_step)
         self.peaks = MemoryPeaks(write)
-        self.saves = SavedFiles(write, log.open_parts, self.times.part)
+        saves = Redirection(str(folder.with_name(SAVES)))
+        self.saves = SavedFiles(write, log.open_parts, self.times.part, saves.original)
         self.cuts = LoaderCuts(
             log,
             write,

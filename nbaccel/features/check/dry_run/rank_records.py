@@ -11,13 +11,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NEW_FOLDERS", "ORIGINALS", "SAVES", "RankRecords", "read_records"]
+__all__ = ["NEW_FOLDERS", "NONE", "NOT_RUN", "ORIGINALS", "RECORDS", "SAVES", "RankRecords", "read_records"]
+
+RECORDS = "records"
+"""Name of the folder of the records."""
 
 SAVES, ORIGINALS = "saves", "originals"
-"""Names of folders beside that of the records, where files are not shielded: for what is saved, and what is changed."""
+"""Names of folders beside that of the records: for what is saved, and for what is changed."""
 
 NEW_FOLDERS = "new-folders"
 """Name of a file beside them: paths of folders that ranks have made, a line each."""
+
+
+NONE = "there was none"
+"""Target of the link that stands for the original of a file which a rank has made."""
+
+NOT_RUN = "not_run"
+"""Kind of the records of lines that were not run, since they cannot be undone."""
 
 
 class RankRecords:

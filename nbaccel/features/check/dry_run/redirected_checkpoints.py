@@ -1,4 +1,4 @@
-"""Writes nbaccel's checkpoints and weights below another folder: a dry run without a file shield. Runs in ranks.
+"""Writes nbaccel's checkpoints and weights below another folder in a dry run. Runs in ranks.
 
 The folders that `save_state`, automatic checkpoints, `save_model` and `save` write are made there, and `load_state`,
 a resume and `load_model` find them again under the names that the program gives. In a folder of numbered checkpoints,
@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nbaccel.train.accelerator as accelerator_module
 from nbaccel.base.settings import RunSettings
 from nbaccel.features.check.dry_run.redirection import Redirection
+from nbaccel.train import accelerator as accelerator_module
 from nbaccel.train.checkpoint import model_weights
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, FoundCheckpoint

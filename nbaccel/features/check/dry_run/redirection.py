@@ -1,4 +1,4 @@
-"""Redirect what a program saves in a dry run, if files cannot be shielded. Runs in ranks; imports no torch.
+"""Redirect what a program saves in a dry run. Runs in ranks; imports no torch.
 
 A file or folder at `/a/b` is written to `FOLDER/a/b`, and found there again under its own name. Where the real run
 could not write, the name stays as it is, so that the same error is raised.

@@ -37,6 +37,7 @@ class SavedFiles:
 
     write: appends a record.  open_loops: returns the numbers of the loops that the program is in.
     part: returns what measures the time of a part of a step while entered.
+    original: returns the path that the program has given, of one that may have been redirected.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class SavedFiles:
         write: Callable[[Mapping[str, Any]], None],
         open_loops: Callable[[], Sequence[int]] = list,
         part: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        original: Callable[[str], str] = str,
     ) -> None:
         self._write = write
+        self._original = original
         self._open_loops = open_loops
         self._part = part
         self._inside = threading.local()
@@ -107,6 +110,7 @@ class SavedFiles:
         if getattr(self._inside, "is_saving", False) or os.getpid() != self._pid:
             yield
             return
+        path = self._original(path)
         is_here = threading.get_ident() == self._thread
         loops = self.loops() if loops is None else loops
         self._inside.is_saving = True
