@@ -34,18 +34,21 @@ MODULES = [
     if ">>> " in path.read_text(encoding="utf-8")
 ]
 
-SEAMS = {
-    "nbaccel.features.map.formats": "Format",
-    "nbaccel.features.map.item_source": "ItemSource",
-    "nbaccel.launching.ipc.rank_part": "RankPart",
-    "nbaccel.launching.processes.start": "StartMethod",
-    "nbaccel.namespace.kind": "Kind",
-    "nbaccel.notebook.cell_mode": "CellMode",
-    "nbaccel.output.painter": "Screen",
-    "nbaccel.train.checkpoint.autosave": "Schedule",
-    "nbaccel.train.oom.memory.meters": "PeakGauge",
-    "nbaccel.train.strategies.single": "Strategy",
-}
+SEAMS = (
+    "nbaccel.features.feature",
+    "nbaccel.features.map.formats.Format",
+    "nbaccel.features.map.item_source.ItemSource",
+    "nbaccel.features.mode_flag",
+    "nbaccel.features.named",
+    "nbaccel.launching.ipc.rank_part.RankPart",
+    "nbaccel.launching.processes.start.StartMethod",
+    "nbaccel.namespace.kind.Kind",
+    "nbaccel.notebook.cell_mode.CellMode",
+    "nbaccel.output.painter.Screen",
+    "nbaccel.train.checkpoint.autosave.Schedule",
+    "nbaccel.train.oom.memory.meters.PeakGauge",
+    "nbaccel.train.strategies.single.Strategy",
+)
 """What developers extend: these are documented like what programs call."""
 
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example")
@@ -104,7 +107,7 @@ def _callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _of_seams() -> list[tuple[str, Callable[..., Any]]]:
-    parts = [(f"{module}.{name}", getattr(import_module(module), name)) for module, name in SEAMS.items()]
+    parts = [(path, getattr(import_module(path.rpartition(".")[0]), path.rpartition(".")[2])) for path in SEAMS]
     return [each for path, value in parts for each in _described(path, value)]
 
 

@@ -49,22 +49,33 @@ _TABLE = {  # "module:object", below this package
 
 
 def feature(name: str) -> Any:
-    """Return the object that the table has under `name`.
+    """Return the object that the table has under a name; loads it at the first call.
+
+    Args:
+        name: A name of the table.
 
     Raises:
-        FeatureMissing: The folder of the feature is not there.
+        FeatureMissing: The folder of the feature does not exist.
     """
     module, _, attribute = _TABLE[name].partition(":")
     return getattr(module_of(name, f"{__name__}.{module}"), attribute)
 
 
 def named(beginning: str) -> tuple[str, ...]:
-    """Return the names of the table that begin so, without that beginning."""
+    """Return the names of the table that begin with a text, without that text.
+
+    Args:
+        beginning: The text, such as "mode ".
+    """
     return tuple(name.removeprefix(beginning) for name in _TABLE if name.startswith(beginning))
 
 
 def mode_flag(options: object) -> str | None:
-    """Return the flag in `options` by which a cell runs in another mode; None if it runs as usual."""
+    """Return the flag by which a cell runs in another mode; None if it runs as usual.
+
+    Args:
+        options: The flags of the cell.
+    """
     return next((f"--{name}" for name in named("--") if getattr(options, name, None)), None)
 
 

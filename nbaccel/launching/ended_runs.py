@@ -46,7 +46,7 @@ class EndedRuns:
         """Add a run that is over, and give it the next number; append it to the file, if there is one.
 
         Raises:
-            OSError: the file cannot be written; the run was added even so.
+            OSError: The file cannot be written; the run was added even so.
         """
         if not run.origin.began:
             run.origin = replace(run.origin, began=time.time() - run.seconds)

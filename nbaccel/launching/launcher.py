@@ -74,8 +74,9 @@ _WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parall
 class Launcher:
     """Runs tasks, one after the other; owns the resources that they share (`LauncherResources`).
 
-    ended_group: torch's group that a run in this process has left; kept until the next run, see `ends_its_group`.
-    ended_runs, post_mortem: see `remember`; no post-mortem before the first run.
+    Attributes:
+        ended_group: torch's group that a run in this process has left; kept until the next run, see `ends_its_group`.
+        ended_runs, post_mortem: See `remember`; no post-mortem before the first run.
     """
 
     def __init__(self) -> None:
@@ -103,13 +104,14 @@ class Launcher:
 
         It returns the record of the run, and what its ranks have left, which the caller closes.
 
-        watching: the observers of the run; those of a run that is started again observe both attempts.
-        occupied: see `turn`.
+        Args:
+            watching: The observers of the run; those of a run that is started again observe both attempts.
+            occupied: See `turn`.
 
         Raises:
-            NestedLaunch: this process is a rank itself.
-            LaunchRefused: a run goes on for which no caller should wait, see `turn`.
-            CannotSend, CannotFork: nothing was started.
+            NestedLaunch: This process is a rank itself.
+            LaunchRefused: A run goes on for which no caller should wait, see `turn`.
+            CannotSend, CannotFork: Nothing was started.
         """
         refuse_nested_launch()
         with self.turn(occupied):
@@ -119,10 +121,11 @@ class Launcher:
     def turn(self, occupied: str = "") -> Iterator[None]:
         """Serialize the runs that several threads start. A run may start another one, in its own thread.
 
-        occupied: the reason why no other caller should wait for this run: it is refused with that. Empty: it waits.
+        Args:
+            occupied: The reason why no other caller should wait for this run: it is refused with that. Empty: it waits.
 
         Raises:
-            LaunchRefused: the run of another thread is one for which no caller should wait.
+            LaunchRefused: The run of another thread is one for which no caller should wait.
         """
         if not self._one_at_a_time.acquire(blocking=not self._occupied):
             raise LaunchRefused(self._occupied)
@@ -143,7 +146,8 @@ class Launcher:
     def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
         """Add a run that is over, as `Run.light` leaves it, to `ended_runs`.
 
-        post_mortem: kept until the next run; None if it ended well.
+        Args:
+            post_mortem: Kept until the next run; None if it ended well.
         """
         self.post_mortem = post_mortem
         try:
@@ -161,7 +165,8 @@ class Launcher:
     ) -> RunCoroutine[tuple[Run, RankResults]]:
         """Do one run, see `run`, beside others that the calling thread watches; the caller holds the `turn` of all.
 
-        log_path: the file that gets all output; empty for one that lasts as long as this process.
+        Args:
+            log_path: The file that gets all output; empty for one that lasts as long as this process.
         """
         _load_once(spec.named_objects, spec.settings, spec.world_size)
         restarting, whole = OomRestartPolicy(lambda: held_here(spec.task.namespace)), PartsRestartPolicy()
@@ -209,7 +214,7 @@ class Launcher:
         """Start persistent ranks, and run their setup and the task of `spec`, which has a home.
 
         Raises:
-            NestedLaunch, CannotFork: nothing was started.
+            NestedLaunch, CannotFork: Nothing was started.
             The error of a rank that failed; KeyboardInterrupt: no rank is left.
         """
         refuse_nested_launch()
@@ -303,14 +308,15 @@ def refuse_nested_launch() -> None:
 def _load_once(named: Sequence[str], settings: RunSettings | None = None, world_size: int = 1) -> None:
     """Load in the kernel what every rank would load: its first DDP model would otherwise take 0.8 s for modules.
 
-    named: objects, as "module:name"; such a module may have a function `load_for_ranks`, which loads what ranks with
-    these settings need.
-
     It uses a thread, which an interrupt does not reach: a half-imported torch cannot be repaired, and would break the
     notebook. The interrupt is raised when the import is complete. If everything is loaded, or is being loaded in
     another thread, which is waited for, an interrupt can break nothing.
 
     Collections of garbage would take a fifth of the time, and find 6 MB of it, which a later one finds as well.
+
+    Args:
+        named: Objects, as "module:name"; such a module may have a function `load_for_ranks`, which loads what ranks
+            with these settings need.
     """
     modules = [*_WARM_MODULES, *(each.partition(":")[0] for each in named)]
     asks = settings is not None and settings.strategy is not None  # of which the modules are not known here

@@ -41,7 +41,9 @@ _MOST_SECONDS = 30.0
 class CellCheck:
     """The check of one cell.
 
-    task: the cell as it would run.  setup: see `Session`.
+    Args:
+        task: The cell as it would run.
+        setup: See `Session`.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class CellCheck:
         """Run it, and return its report.
 
         Raises:
-            LaunchRefused: nothing was started.  KeyboardInterrupt: it was interrupted.
+            LaunchRefused: Nothing was started.
+            KeyboardInterrupt: It was interrupted.
         """
         noise = measure_noise()
         with DryRunRanks.start(self._launcher) as place:
@@ -78,7 +81,11 @@ class CellCheck:
         return CheckReport.of(first, self._source, self._plan, changed, self._platform, more)
 
     def _again(self, decisions: Mapping[str, bytes], noise: float) -> Callable[[], DryRunResult]:
-        """Return what runs the dry run once more.  decisions: of the first one, which the second one takes, too."""
+        """Return what runs the dry run once more.
+
+        Args:
+            decisions: The decisions of the first one, which the second one takes, too.
+        """
 
         def run() -> DryRunResult:
             with self._later_place() as place:

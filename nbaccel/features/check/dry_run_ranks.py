@@ -35,7 +35,8 @@ _PROTECTED = "nbaccel.features.check.protected_files:ProtectedFiles"
 class DryRunRanks:
     """The place of one run, see `start`.
 
-    records: the folder into which ranks record what they see.
+    Attributes:
+        records: The folder into which ranks record what they see.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +76,11 @@ class DryRunRanks:
         return {*undo_changes(self._ranks / ORIGINALS), *self._snapshot.put_back()}
 
     def spec(self, plan: LaunchPlan, task: CellTask, cell: CellTask, setup: str | None) -> LaunchSpec:
-        """Return the spec of a run of `task`, which runs what `cell` would run.  setup: see `Session`."""
+        """Return the spec of a run of `task`, which runs what `cell` would run.
+
+        Args:
+            setup: See `Session`.
+        """
         task.random = cell.random
         spec = plan.spec(task, setup, wants_results=False)
         settings = replace(spec.settings, dry_run=str(self.records), checkpoint_every=None, resume=None)
@@ -91,7 +96,11 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
 
 
 def interrupted(what: str, changed: Sequence[str]) -> KeyboardInterrupt:
-    """Return the interrupt that ends `what`.  changed: of `DryRunRanks.changed_files`."""
+    """Return the interrupt that ends `what`.
+
+    Args:
+        changed: What `DryRunRanks.changed_files` returned.
+    """
     left = f"changed: {', '.join(changed)}" if changed else "nothing was changed"
     return KeyboardInterrupt(f"{what} interrupted; {left}.")
 

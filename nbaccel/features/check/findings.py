@@ -32,11 +32,16 @@ _METRICS = os.path.join("sklearn", "metrics", "")
 class FoundError:
     """The error that ended a dry run.
 
-    text: in one line.  file, line: of the innermost place in the cell, else in the program; line 0 if there is none.
-    inner: the place in another cell or file of the user's that this line has called: "Cell In[4], line 12".
-    where: "rank 1", "all 2 ranks".  more: what the launcher adds: where the others were, what to do.
-    is_memory: the rank ran out of memory.  rank: the one that failed first.
-    is_users: it was raised by the user's own code, in no library.  raised_in: the file whose code has raised it.
+    Args:
+        text: In one line.
+        where: "rank 1", "all 2 ranks".
+        file, line: Those of the innermost place in the cell, else in the program; line 0 if there is none.
+        more: What the launcher adds: where the others were, what to do.
+        is_memory: The rank ran out of memory.
+        rank: The one that failed first.
+        inner: The place in another cell or file of the user's that this line has called: "Cell In[4], line 12".
+        is_users: It was raised by the user's own code, in no library.
+        raised_in: The file whose code has raised it.
     """
 
     text: str
@@ -55,8 +60,13 @@ class FoundError:
 class LineOfSaves:
     """Saves by one line of the program, or by one function.
 
-    path: of the last one.  nbytes, seconds: of one save.  count: how often.  paths: different ones.
-    loops: numbers of the loops around it.  keeps: how many of them stay; None: all, as far as is known.
+    Args:
+        path: The path of the last one.
+        nbytes, seconds: Those of one save.
+        count: How often.
+        paths: Different ones.
+        loops: Numbers of the loops around it.
+        keeps: How many of them stay; None: all, as far as is known.
     """
 
     path: str
@@ -70,7 +80,12 @@ class LineOfSaves:
 
 @dataclass(frozen=True, slots=True)
 class UnrunLine:
-    """A line that was not run.  file: a path, or "Cell In[4]".  why: a sentence."""
+    """A line that was not run.
+
+    Args:
+        file: A path, or "Cell In[4]".
+        why: A sentence.
+    """
 
     file: str
     line: int
@@ -81,11 +96,19 @@ class UnrunLine:
         return cls(cell_name(record["file"]) or record["file"], record["line"], record["why"])
 
     def place(self, cell: str) -> str:
-        """Return its place.  cell: whose lines go without a name."""
+        """Return its place.
+
+        Args:
+            cell: Whose lines go without a name.
+        """
         return f"line {self.line}" if self.file == cell else f"{self.file}, line {self.line}"
 
     def said(self, cell: str, what: str) -> str:
-        """Return the line of a report.  what: the run that it is about."""
+        """Return the line of a report.
+
+        Args:
+            what: The run that it is about.
+        """
         return f"{self.place(cell)} was not run, since {what} cannot undo it: {self.why}"
 
 
@@ -93,13 +116,19 @@ class UnrunLine:
 class DryRunResult:
     """The findings of one dry run.
 
-    records: of each rank, oldest first.  facts: of each rank, from its report; empty for a rank that left none.
-    seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
-    free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
-    is_late: it was ended by its time limit, which is no error.
-    missing: names of `--out` that did not come, each with the reason.
-    trained: see `trained_names`.  incomparable: see `incomparable_names`.
-    restarts: a line for each time that memory ran out and smaller batches were tried; the rest is of the last attempt.
+    Args:
+        records: The records of each rank, oldest first.
+        facts: The facts of each rank, from its report; empty for a rank that left none.
+        seconds: That the dry run took, with the start of its ranks.
+        noise: See `forecast.measure_noise`.
+        free_bytes: Returns the free bytes of the disk of a path.
+        is_hung: It was ended since no rank could go on.
+        missing: Names of `--out` that did not come, each with the reason.
+        restarts: A line for each time that memory ran out and smaller batches were tried; the rest is of the last
+            attempt.
+        trained: See `trained_names`.
+        incomparable: See `incomparable_names`.
+        is_late: It was ended by its time limit, which is no error.
     """
 
     records: Sequence[Sequence[Record]]
@@ -173,7 +202,8 @@ class DryRunResult:
     def peak(self, kind: str, rank: int = 0) -> Record:
         """Return a peak of memory of a rank: "bytes", and "batch", during which it rose; empty if it is not known.
 
-        kind: "host", "device" or "device_reserved".
+        Args:
+            kind: "host", "device" or "device_reserved".
         """
         peak: Record = self.last("peak", rank).get("peaks", {}).get(kind, {})
         return peak
@@ -264,8 +294,9 @@ def _of_last_attempt(records: Sequence[Record]) -> Sequence[Record]:
 def _without_numbers(path: str) -> str:
     """Return a path by which those of a later save are recognised.
 
-    >>> _without_numbers("/data/checkpoint-500/model.pt")
-    '/data/checkpoint-#/model.pt'
+    Example:
+        >>> _without_numbers("/data/checkpoint-500/model.pt")
+        '/data/checkpoint-#/model.pt'
     """
     return re.sub(r"\d+", "#", path)
 
@@ -273,7 +304,9 @@ def _without_numbers(path: str) -> str:
 def _line_of(records: Sequence[Record], left: Set[str], trainer_keeps: int | None) -> LineOfSaves:
     """Return saves of the same files as one line. Files whose names differ by a number are of different saves.
 
-    left: paths that were there at the end.  trainer_keeps: how many saves the trainer of a library keeps; None: all.
+    Args:
+        left: Paths that were there at the end.
+        trainer_keeps: How many saves the trainer of a library keeps; None: all.
     """
     files: dict[str, list[Record]] = {}
     for record in records:
@@ -295,7 +328,11 @@ def _line_of(records: Sequence[Record], left: Set[str], trainer_keeps: int | Non
 
 
 def unrun_lines(records: Sequence[Sequence[Record]]) -> list[UnrunLine]:
-    """Return the lines that some rank did not run, since they cannot be undone.  records: of each rank."""
+    """Return the lines that some rank did not run, since they cannot be undone.
+
+    Args:
+        records: The records of each rank.
+    """
     found = (record for of_rank in records for record in of_rank if record["kind"] == NOT_RUN)
     return list(dict.fromkeys(map(UnrunLine.of, found)))
 

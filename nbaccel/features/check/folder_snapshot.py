@@ -41,8 +41,11 @@ _State = tuple[int, int, int]
 class FolderSnapshot:
     """The files below a folder, as they were at one moment.
 
-    files: the state of each, by path.  is_whole: all files were looked at.  most: files that are looked at.
-    keep: a folder of this snapshot's own, in which files get a second name; None to keep none.
+    Args:
+        files: The state of each, by path.
+        is_whole: All files were looked at.
+        most: Files that are looked at.
+        keep: A folder of this snapshot's own, in which files get a second name; None to keep none.
     """
 
     def __init__(self, folder: Path, files: dict[str, _State], is_whole: bool, most: int, keep: Path | None) -> None:
@@ -165,7 +168,7 @@ def _link_or_copy(path: str, other: str, may_copy: bool = True) -> int:
     """Give a file another name, or copy it, if it is on another file system; return the bytes that were copied.
 
     Raises:
-        OSError: neither could be done.
+        OSError: Neither could be done.
     """
     try:
         os.link(path, other)

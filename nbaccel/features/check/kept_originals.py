@@ -44,7 +44,9 @@ class CannotBeUndone(OSError):
 class KeptOriginals:
     """The originals of the files of this process.
 
-    folder: ranks share it, and what is beside it is never kept.  unrun: is told what was refused.
+    Args:
+        folder: Ranks share it, and what is beside it is never kept.
+        unrun: Is told what was refused.
     """
 
     def __init__(self, folder: str, unrun: UnrunStatements) -> None:
@@ -84,7 +86,8 @@ class KeptOriginals:
     def why_not_removed(self, given: str, moves: bool) -> str:
         """Return why the file or folder at a path cannot be put back, as a sentence; empty if it can.
 
-        moves: it is to be moved, not removed.
+        Args:
+            moves: It is to be moved, not removed.
         """
         path = self._whole(given)
         if not os.path.lexists(path) or is_of_this_project(path, self._temporary) or self._is_made_here(path):
@@ -104,7 +107,9 @@ class KeptOriginals:
     def _keep(self, given: Any, dir_fd: int = -1, *, follows: bool = False, makes: bool = False) -> None:
         """Keep the file at the path `given`, before it is changed.
 
-        follows: a link stands for its file.  makes: a file that does not exist is made.
+        Args:
+            follows: A link stands for its file.
+            makes: A file that does not exist is made.
         """
         if dir_fd != -1 or not isinstance(given, (str, bytes, os.PathLike)):
             return
@@ -217,7 +222,11 @@ class KeptOriginals:
 
 
 def is_of_this_project(path: str, temporary: str) -> bool:
-    """Return whether a file is of a run, a log or a check of nbaccel.  temporary: the folder for temporary files."""
+    """Return whether a file is of a run, a log or a check of nbaccel.
+
+    Args:
+        temporary: The folder for temporary files.
+    """
     return path.startswith(os.path.join(temporary, "nbaccel-"))
 
 

@@ -56,7 +56,11 @@ def redirect_saves(folder: str) -> None:
 
 
 class _Saves:
-    """The files that were saved elsewhere.  places: where."""
+    """The files that were saved elsewhere.
+
+    Args:
+        places: Where.
+    """
 
     def __init__(self, places: Redirection) -> None:
         self.places = places
@@ -78,7 +82,9 @@ class _Saves:
         return path is not None and os.path.abspath(path) in self._known
 
     def found(self, given: Any) -> str | None:
-        """Return where that is that the program means by `given`, if a rank has saved it elsewhere."""
+        """Return the path where a rank has written the file that the program calls `given`; None if it is in its own
+        place.
+        """
         path = _path(given)
         place = None if path is None else self.places.to_read(path)
         return None if place is None or place == path else place
@@ -121,7 +127,8 @@ def _wrap_save_file(saves: _Saves, module: Any) -> None:
 def put_everywhere(wrapped: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
     """Give functions the places of others in all modules, and in the cells, that have imported these by their names.
 
-    wrapped: the function to put into the place of each.
+    Args:
+        wrapped: The function to put into the place of each.
     """
     places = {id(function): new for function, new in wrapped.items()}
     for module in list(sys.modules.values()):
@@ -134,7 +141,11 @@ def put_everywhere(wrapped: Mapping[Callable[..., Any], Callable[..., Any]]) -> 
 def _redirected(
     function: Callable[..., Any], choose: Callable[[Any], str | None], position: int, name: str
 ) -> Callable[..., Any]:
-    """Return `function` with the path that `choose` returns for its argument.  position, name: of that argument."""
+    """Return `function` with the path that `choose` returns for its argument.
+
+    Args:
+        position, name: Those of that argument.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -55,14 +55,22 @@ _SHOWN = 60
 
 
 class UnrunStatements:
-    """The statements of this rank that were not run.  write: appends a record."""
+    """The statements of this rank that were not run.
+
+    Args:
+        write: Appends a record.
+    """
 
     def __init__(self, write: Callable[[Mapping[str, Any]], None]) -> None:
         self._write = write
         self._told: set[tuple[str, int]] = set()
 
     def skips(self, why: str) -> bool:
-        """Return whether a line of the user's makes the call that asks, and then must not.  why: a sentence."""
+        """Return whether a line of the user's makes the call that asks, and then must not.
+
+        Args:
+            why: A sentence.
+        """
         place = line_of_user()
         if place is not None:
             self._note(place, why)
@@ -81,7 +89,8 @@ class UnrunStatements:
 def line_of_user(through_libraries: bool = False) -> tuple[str, int] | None:
     """Return file and line of the caller if that is code of the notebook or of a module beside it; else None.
 
-    through_libraries: look further, for the line of theirs that has led to this call.
+    Args:
+        through_libraries: Look further, for the line of theirs that has led to this call.
     """
     thread = threading.main_thread()
     # What an event loop of IPython does, as for %%bash, has no caller in its own thread.
@@ -139,7 +148,8 @@ def _starts(command: Any) -> str:
 def skip_removals(unrun: UnrunStatements, why_not: Callable[[str, bool], str]) -> None:
     """Begin to leave files alone that could not be put back. Called once per process.
 
-    why_not: returns the reason for a path, and whether it is moved; an empty text where it can be put back.
+    Args:
+        why_not: Returns the reason for a path, and whether it is moved; an empty text where it can be put back.
     """
     removals = (os.remove, os.unlink, os.rmdir, os.rename, os.replace, shutil.rmtree)
     put_everywhere({real: _removing(real, unrun, why_not) for real in removals})

@@ -57,8 +57,11 @@ _ENOUGH = 0.95
 class SpeedSearch:
     """The trials of one cell.
 
-    task: the cell as it would run.  setup: see `Session`.  budget_s: for all trials.
-    changed: called with the comparison after each trial, and what is tried next.
+    Args:
+        task: The cell as it would run.
+        setup: See `Session`.
+        budget_s: For all trials.
+        changed: Called with the comparison after each trial, and what is tried next.
     """
 
     def __init__(
@@ -92,7 +95,8 @@ class SpeedSearch:
         """Try all changes; `found` has what is known at any time.
 
         Raises:
-            LaunchRefused: nothing was started.  KeyboardInterrupt: it was interrupted.
+            LaunchRefused: Nothing was started.
+            KeyboardInterrupt: It was interrupted.
             The cell's own error, if it fails as it is.
         """
         try:
@@ -246,7 +250,7 @@ class SpeedSearch:
         """Run a trial.
 
         Raises:
-            TimeoutError: it has taken `limit_s`.
+            TimeoutError: It has taken `limit_s`.
         """
         cell, is_first = self._cell, not self.found.base.trials
         if change.compiles and not self._compiled:

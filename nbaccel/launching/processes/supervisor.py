@@ -65,9 +65,12 @@ class BadFork(Exception):
 class Supervisor:
     """Supervises the ranks of a `WorkerGroup` during one run, and shuts down those that are not persistent.
 
-    notice: shows one line of the project to the user.  listeners: receive the reports of the ranks.
-    beside: other tasks to check during the run.  hears_signals: interrupts and SIGTERM concern this run; otherwise the
-    caller of `as_coroutine` handles them, for several runs side by side.
+    Args:
+        notice: Shows one line of the project to the user.
+        listeners: Receive the reports of the ranks.
+        beside: Other tasks to check during the run.
+        hears_signals: Interrupts and SIGTERM concern this run; otherwise the caller of `as_coroutine` handles them, for
+            several runs side by side.
     """
 
     def __init__(
@@ -115,12 +118,13 @@ class Supervisor:
         It waits for nothing itself: it yields what it waits for, so that one thread can watch several runs. If it is
         closed before its end, the ranks are killed.
 
-        begin: gives the ranks their work, if they are not started with it; it gets descriptors of the kernel that no
-        rank may hold.
+        Args:
+            begin: Gives the ranks their work, if they are not started with it; it gets descriptors of the kernel that
+                no rank may hold.
 
         Raises:
-            BadFork: see there.
-            CannotSend: a name cannot be sent to the ranks.
+            BadFork: See there.
+            CannotSend: A name cannot be sent to the ranks.
         """
         began = time.monotonic()
         with contextlib.ExitStack() as owned:
@@ -375,7 +379,8 @@ class Supervisor:
     def _drain(self, gone: Collection[int]) -> None:
         """Read the rest of the pipes; a process that still holds a writing end gets a short time, not more.
 
-        gone: ranks whose pipes are not needed any more. The others have written all output of this run by now.
+        Args:
+            gone: Ranks whose pipes are not needed any more. The others have written all output of this run by now.
         """
         deadline = time.monotonic() + _DRAIN_S
         for pipe in self._worker_group.pipes:
@@ -426,7 +431,8 @@ class FirstFailure:
     A rank that fails breaks the connections of its peers, and their failures may be seen first. So a failure that may
     be a consequence is held back for a moment before the run is aborted.
 
-    debugged: the rank whose failure is to be debugged, if any.
+    Args:
+        debugged: The rank whose failure is to be debugged, if any.
     """
 
     def __init__(self, members: Sequence[WorkerHandle], debugged: int | None) -> None:
@@ -468,9 +474,12 @@ def _is_consequence(member: WorkerHandle) -> bool:
 class RunObservers:
     """The observers of a run; `watch` runs the loop that watches a run for them.
 
-    shown_ranks: ranks whose output is shown; None for all.  notice: shows one line of the project to the user.
-    listeners: receive the reports of the ranks.  beside: checked while the ranks work, by the thread that waits for
-    them.  hears_signals: see `Supervisor`.
+    Args:
+        shown_ranks: Ranks whose output is shown; None for all.
+        notice: Shows one line of the project to the user.
+        listeners: Receive the reports of the ranks.
+        beside: Checked while the ranks work, by the thread that waits for them.
+        hears_signals: See `Supervisor`.
     """
 
     screen: Screen
@@ -510,8 +519,11 @@ class RunObservers:
     ) -> RunCoroutine[RankResults]:
         """Watch one run of a `WorkerGroup`, from its beginning to its end, beside others.
 
-        log: gets all output.  recorder: gets each report before the listeners.  begin: see `Supervisor.as_coroutine`.
-        excluded_ranks: ranks that take no part.
+        Args:
+            log: Gets all output.
+            recorder: Gets each report before the listeners.
+            begin: See `Supervisor.as_coroutine`.
+            excluded_ranks: Ranks that take no part.
         """
         shown: Collection[int] | None = self.shown_ranks
         if excluded_ranks:

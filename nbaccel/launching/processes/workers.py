@@ -35,8 +35,10 @@ __all__ = [
 class WorkerGroup:
     """The worker processes of one start. Its creator closes it; no process of it is left then.
 
-    method: the way they are started.  kernel_pidfd: the descriptor by which they notice the end of the kernel.
-    guard: sends a line to the reaper, see `reaper._Watch.learn`.
+    Args:
+        method: The way they are started.
+        kernel_pidfd: The descriptor by which they notice the end of the kernel.
+        guard: Sends a line to the reaper, see `reaper._Watch.learn`.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class WorkerGroup:
     def start(self, spec: LaunchSpec, kernel_fds: Collection[int]) -> None:
         """Start all ranks or none; they begin with the task of `spec`.
 
-        kernel_fds: other descriptors that no rank may hold.
+        Args:
+            kernel_fds: Other descriptors that no rank may hold.
 
         Raises:
-            CannotSend: a name cannot be sent to the ranks.
+            CannotSend: A name cannot be sent to the ranks.
         """
         self._watching = list(kernel_fds)
         ends = [RankEnds.open(self.rings.add()) for _ in range(self._world_size)]
@@ -86,7 +89,8 @@ class WorkerGroup:
         other ranks notice nothing. Its random numbers are those of no process before it: the n-th process of a rank
         starts at the seed plus n times the number of ranks, to which it adds its rank.
 
-        kernel_fds: as for `start`.
+        Args:
+            kernel_fds: As for `start`.
         """
         self.members[rank].channel.close()
         for pipe in [pipe for pipe in self.pipes if pipe.rank == rank]:
@@ -155,9 +159,12 @@ class WorkerGroup:
     ) -> None:
         """Give another task to persistent ranks that are idle.
 
-        task: the reference of its class.  payload: the data from which it is unpacked.
-        excluded_ranks: ranks that do not get it.
-        renewal: ranks form their process groups anew before the task; the rank whose state counts, and a unique number.
+        Args:
+            task: The reference of its class.
+            payload: The data from which it is unpacked.
+            excluded_ranks: Ranks that do not get it.
+            renewal: Ranks form their process groups anew before the task; the rank whose state counts, and a unique
+                number.
         """
         gone = [member.rank for member in self.members if member.has_ended]
         absent = sorted({*excluded_ranks, *gone})
@@ -233,8 +240,9 @@ class WorkerGroup:
 class RankEnds:
     """Both ends of what connects one rank to the kernel.
 
-    channel, out_fd, err_fd: the kernel's.  theirs: the rank's channel, stdout, stderr and ring; the kernel closes its
-    copies once the rank has them.
+    Args:
+        channel, out_fd, err_fd: The kernel's.
+        theirs: The rank's channel, stdout, stderr and ring; the kernel closes its copies once the rank has them.
     """
 
     channel: Channel
@@ -286,7 +294,8 @@ def files_being_written(pids: Iterable[int], own_folder: str) -> list[str]:
 
     A forked rank holds the files that the kernel had open: the history of IPython is not one of the rank's files.
 
-    own_folder: the run's private folder, which is removed with the run; files in it are left out.
+    Args:
+        own_folder: The run's private folder, which is removed with the run; files in it are left out.
     """
     private = os.path.realpath(own_folder) + os.sep
     ours = set(_written_by(os.getpid()))

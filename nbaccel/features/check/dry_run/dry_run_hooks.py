@@ -55,9 +55,12 @@ _COLLECTIVES = (
 class DryRunParts:
     """Cuts of loaders, and records of times, peaks and saves, of one rank; they last from `begin` to `end`.
 
-    log: of the loops.  write: appends a record.  folder: an empty one that all ranks see, for what they decide alike.
-
     Begin them after `RawLoopTraining`, if there is one.
+
+    Args:
+        log: The log of the loops.
+        write: Appends a record.
+        folder: An empty one that all ranks see, for what they decide alike.
     """
 
     def __init__(self, log: LoopLog, write: Callable[[Mapping[str, Any]], None], folder: Path) -> None:

@@ -35,9 +35,11 @@ _KEYWORDS = ("f", "filename", "file")
 class SavedFiles:
     """Saves of this process, each a record of the kind "save", and at the end one of the files that are still there.
 
-    write: appends a record.  open_loops: returns the numbers of the loops that the program is in.
-    part: returns what measures the time of a part of a step while entered.
-    original: returns the path that the program has given, of one that may have been redirected.
+    Args:
+        write: Appends a record.
+        open_loops: Returns the numbers of the loops that the program is in.
+        part: Returns what measures the time of a part of a step while entered.
+        original: Returns the path that the program has given, of one that may have been redirected.
     """
 
     def __init__(
@@ -104,8 +106,10 @@ class SavedFiles:
     ) -> Iterator[None]:
         """Record what happens within as one save, unless it is within another one.
 
-        nbytes: returns what it took on the disk, afterwards.  loops: that the program was in; None: the present ones.
-        keeps: how many of such saves stay; None: all of them, as far as is known.
+        Args:
+            nbytes: Returns what it took on the disk, afterwards.
+            loops: That the program was in; None: the present ones.
+            keeps: How many of such saves stay; None: all of them, as far as is known.
         """
         if getattr(self._inside, "is_saving", False) or os.getpid() != self._pid:
             yield
