@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,11 +46,47 @@ from nbaccel.train.raw_loop.graph import (
 from nbaccel.train.raw_loop.terms import Term, read
 from nbaccel.train.raw_loop.trained_tensors import Models, sums_of
 
-__all__ = ["Averaging"]
+__all__ = ["AveragedTraining", "Averaging", "AveragingNotices"]
 
 _CALL = "loss.backward()"
 _LOOKS = 16
 """Number of backwards after which buffers are compared with those of other ranks."""
+
+
+class AveragedTraining(Protocol):
+    """The training whose gradients are averaged."""
+
+    def collectives(self) -> Collectives:
+        """Return the ranks' collectives; the ranks form the process group together where there is none."""
+
+    def note_trained(self, loss: float | Tensor | None) -> None:
+        """Note a backward that was averaged.
+
+        Args:
+            loss: That of the whole batch, if it is one number, without the factor of a scaler.
+        """
+
+    def note_models(self) -> None:
+        """Note that new models are known."""
+
+    def step_back(self) -> None:
+        """Leave the loop unmodified, since the program prepares by itself."""
+
+
+class AveragingNotices(Protocol):
+    """Notices about averaged gradients."""
+
+    def note_parts_shown(self) -> None:
+        """Note that a loss keeps its part's value."""
+
+    def note_compiled(self) -> None:
+        """Note that parts went through a compiled model."""
+
+    def note_buffers(self, name: str) -> None:
+        """Note a buffer that a forward changes differently between ranks."""
+
+    def note_lengths(self) -> None:
+        """Note that samples are padded to other lengths than in other ranks."""
 
 
 class Averaging:
@@ -59,15 +95,8 @@ class Averaging:
     Args:
         deferred: Keeps back what waits for the last part of a batch.
         watch: Knows what is computed of a batch.
-        collectives: Returns the ranks' collectives; formed at the first call, by all ranks together.
-        on_trained: Called after each backward that was averaged, with the loss of the whole batch, if it is one number,
-            without the factor of a scaler.
-        on_registered: Called when new models are known.
-        on_parts_shown: Called where a loss keeps its part's value.
-        on_compiled: Called where parts went through a compiled model.
-        on_buffers: Called with the name of a buffer that a forward changes differently between ranks.
-        on_lengths: Called where samples are padded to other lengths than in other ranks.
-        step_back: Called where the program has prepared its model.
+        training: Is told of each backward.
+        notices: Says what is noticed.
 
     Attributes:
         meetings: Number of headers that were exchanged.
@@ -80,14 +109,8 @@ class Averaging:
         steps: StepCounter,
         deferred: DeferredCalls,
         watch: BatchWatch,
-        collectives: Callable[[], Collectives],
-        on_trained: Callable[[float | Tensor | None], None],
-        on_registered: Callable[[], None],
-        on_parts_shown: Callable[[], None],
-        on_compiled: Callable[[], None],
-        on_buffers: Callable[[str], None],
-        on_lengths: Callable[[], None],
-        step_back: Callable[[], None],
+        training: AveragedTraining,
+        notices: AveragingNotices,
     ) -> None:
         self.models = Models(self._completed)
         self.meetings = 0
@@ -96,16 +119,10 @@ class Averaging:
         self._steps = steps
         self._deferred = deferred
         self._watch = watch
-        self._make_collectives = collectives
+        self._training = training
+        self._notices = notices
         self._collectives: Collectives | None = None
         self._exchange: GradientExchange | None = None
-        self._on_trained = on_trained
-        self._on_registered = on_registered
-        self._on_parts_shown = on_parts_shown
-        self._on_compiled = on_compiled
-        self._on_buffers = on_buffers
-        self._on_lengths = on_lengths
-        self._step_back = step_back
         self._is_inside = False
         self._round: Round | None = None
         self._factor = 0.0
@@ -164,7 +181,7 @@ class Averaging:
             leaves = [leaf for leaf in leaves if id(leaf) in chosen] if accumulates else list(chosen.values())
         known, new = self._sort(leaves) if leaves else ([], [])
         if new and self.models.are_kept_together(new):
-            self._step_back()
+            self._training.step_back()
             known, new = [], []
         if not known and not new:
             return real(outputs, *args, **kwargs)
@@ -173,7 +190,7 @@ class Averaging:
             self._has_extras = True
             new = list({id(leaf): leaf for leaf in (*new, *self.models.trained_by_optimizers())}.values())
         if self._passes.handed.is_part and is_compiled(of_python):
-            self._on_compiled()
+            self._notices.note_compiled()
         share = self._deferred.before_backward(self._passes.handed, not accumulates)
         meetings = self.meetings
         try:
@@ -296,7 +313,7 @@ class Averaging:
         givers, handed = self._agree(header, obstacle), self._passes.handed
         self._share_noise(header)
         if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
-            self._on_lengths()
+            self._notices.note_lengths()
         pure = self._losses.without_batch(header.says[self._world.rank].shape, terms, header.counts, givers, handed)
         weights = factors(header, givers, pure, self._losses.references)
         if weights is None:
@@ -369,7 +386,7 @@ class Averaging:
                     "program is over: every rank must train the same models."
                 )
             gives = self.models.register(new, self._collective()) and gives
-            self._on_registered()
+            self._training.note_models()
             new = []
 
     def _tell(self, say: Say, pairs: Sequence[tuple[float, float]], values: Sequence[float]) -> Told:
@@ -500,7 +517,7 @@ class Averaging:
         """Report buffers that differ from those of other ranks, in the first backwards."""
         if number not in self._noted_buffers and not torch.allclose(tensor, value, equal_nan=True):
             self._noted_buffers.add(number)
-            self._on_buffers(self.models.items[number].name)
+            self._notices.note_buffers(self.models.items[number].name)
 
     def _versions(self, numbers: Sequence[int]) -> int:
         return sum(self._tensor(number)._version for number in numbers)
@@ -517,8 +534,8 @@ class Averaging:
         if self.models.is_training() or self._steps.taken:
             self._passes.note_backward(run.obstacle)
         if whole and whole[0] is None:
-            self._on_parts_shown()
-        self._on_trained(shown)
+            self._notices.note_parts_shown()
+        self._training.note_trained(shown)
 
     # -- the end
 
@@ -596,7 +613,7 @@ class Averaging:
         return tensor
 
     def _collective(self) -> Collectives:
-        now = self._make_collectives()
+        now = self._training.collectives()
         if now is not self._collectives:  # of a group that was formed again
             self._collectives, self._exchange = now, None
         return now

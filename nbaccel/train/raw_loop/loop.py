@@ -95,21 +95,7 @@ class RawLoopTraining:
         )
         self._steps = StepCounter(lambda: self._passes.batches)
         self._deferred = DeferredCalls(self._steps.choices)
-        self._averaging = Averaging(
-            world,
-            self._passes,
-            self._steps,
-            self._deferred,
-            watch,
-            _collectives,
-            on_trained=self._report,
-            on_registered=self._note_models,
-            on_parts_shown=self._notices.note_parts_shown,
-            on_compiled=self._notices.note_compiled,
-            on_buffers=self._notices.note_buffers,
-            on_lengths=self._notices.note_lengths,
-            step_back=self._step_back,
-        )
+        self._averaging = Averaging(world, self._passes, self._steps, self._deferred, watch, self, self._notices)
         self._is_armed = False
         self.fails_on_parts = False  # the task has failed on its first part of a batch, see `TaskWatch`
         self._has_trained_on_parts = False
@@ -136,7 +122,7 @@ class RawLoopTraining:
         self._given = _GivenHook(lambda given: self._averaging.models.note_given(given, self._passes.batches))
         self._is_armed = True
         self._seeds = Seeds.now()
-        when_stepping_back(self._step_back)
+        when_stepping_back(self.step_back)
         when_beginning_anew(self._begin_anew)
         count_steps_by(lambda: self._steps.under_way)
 
@@ -153,7 +139,7 @@ class RawLoopTraining:
             taken = self._averaging.answer_until_all_are_done()
             if taken:
                 self._finish(taken)
-                self._last_batch.join(_collectives().gather_objects)
+                self._last_batch.join(self.collectives().gather_objects)
                 if self._passes.batches and not self.has_split and not self._passes.is_shared_out:
                     self._notices.note_same_work(is_stepped=any(taken))
         finally:
@@ -233,11 +219,16 @@ class RawLoopTraining:
         if not self._deferred.is_on:
             self._steps.end_step()
 
-    def _note_models(self) -> None:
+    # -- for the averaging, see `AveragedTraining`
+
+    def collectives(self) -> Collectives:
+        return process_group.talk or PartialState().collectives
+
+    def note_models(self) -> None:
         self._notices.note_models(self._averaging.models.models)
         self._passes.report_anew()
 
-    def _report(self, loss: float | Tensor | None) -> None:
+    def note_trained(self, loss: float | Tensor | None) -> None:
         """Report a backward that was averaged."""
         self._has_trained_on_parts |= self.has_split
         self._last_batch.note(self._passes.handed)
@@ -266,7 +257,7 @@ class RawLoopTraining:
             self._deferred.begin()
             self._steps.begin_anew()
 
-    def _step_back(self) -> None:
+    def step_back(self) -> None:
         """Leave the loop unmodified, since the program prepares by itself."""
         self._passes.step_back()
         self._disarm()
@@ -286,7 +277,7 @@ class RawLoopTraining:
             self._given = None
         self._deferred.begin()
         self._averaging.rest()
-        forget(self._step_back)
+        forget(self.step_back)
 
 
 class Hooks:
@@ -376,11 +367,6 @@ def _is_of_shapes(error: BaseException | None) -> bool:
     """Return whether a number of samples may have caused `error`."""
     is_known = isinstance(error, _OF_SHAPES) and not isinstance(error, _OURS)
     return is_known and (isinstance(error, (IndexError, AssertionError)) or bool(_SHAPES.search(str(error))))
-
-
-def _collectives() -> Collectives:
-    """Return the ranks' collectives; the ranks form the process group together where there is none."""
-    return process_group.talk or PartialState().collectives
 
 
 class Notices:
