@@ -680,3 +680,35 @@ def test_a_loaders_number_of_samples_decides_what_a_batch_of_lists_holds() -> No
 
         accelerator.forward_backward(loss_fn, batch, micro_batch_size=1)
     assert sizes == [[(3,)]] * 6
+
+
+def test_it_takes_batches_that_the_loader_hands_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(split: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        monkeypatch.setenv("NBACCEL_SPLIT", str(split))
+        accelerator = Accelerator()
+        net = torch.nn.Linear(6, 1, dtype=torch.float64)
+        loader = DataLoader(_data(), 8, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters()), loader)
+        for batch in loader:
+            accelerator.forward_backward(lambda part: model(part[0]).square().mean(), batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.weight.detach()
+
+    assert (trained(1) - trained(2)).abs().max() <= 1e-6
+
+
+def test_a_prepared_optimizer_is_guarded_once_it_is_used() -> None:
+    accelerator = Accelerator()
+    model = torch.nn.Linear(64, 64)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    batch = torch.ones(4, 64)
+    accelerator.forward_backward(lambda x: model(x).square().mean(), batch)
+    before = model.weight.detach().clone()
+    with MemLimit(64 * 64 * 4 + 100), pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert not optimizer.state
+    assert torch.equal(model.weight, before)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)

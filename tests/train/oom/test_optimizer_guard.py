@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel import Accelerator
 from nbaccel.base.events import Event, OutOfMemory, outlet
 from nbaccel.errors import StepCorrupted
 from nbaccel.testing import MemLimit
@@ -94,18 +93,3 @@ def test_other_errors_of_an_optimizer_pass_through() -> None:
     _, optimizer = _made(torch.optim.SGD)
     with pytest.raises(ZeroDivisionError):
         guarded_step(optimizer, lambda: 1 / 0, "rank 0 of 1", 0)
-
-
-def test_a_prepared_optimizer_is_guarded_once_forward_backward_is_used() -> None:
-    accelerator = Accelerator()
-    model = torch.nn.Linear(64, 64)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    batch = torch.ones(4, 64)
-    accelerator.forward_backward(lambda x: model(x).square().mean(), batch)
-    before = model.weight.detach().clone()
-    with MemLimit(64 * 64 * 4 + 100), pytest.raises(torch.OutOfMemoryError):
-        optimizer.step()
-    assert not optimizer.state
-    assert torch.equal(model.weight, before)
-    optimizer.step()
-    assert not torch.equal(model.weight, before)

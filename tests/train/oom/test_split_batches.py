@@ -403,22 +403,6 @@ def test_what_was_prepared_in_the_kernel_is_cut_in_its_rank(monkeypatch: pytest.
     assert run_ranks(1, bodies) == [10]
 
 
-def test_forward_backward_takes_parts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(split: int) -> torch.Tensor:
-        torch.manual_seed(0)
-        monkeypatch.setenv("NBACCEL_SPLIT", str(split))
-        accelerator = Accelerator()
-        net = torch.nn.Linear(3, 1)
-        model, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters()), _indexed())
-        for batch in loader:
-            accelerator.forward_backward(lambda part: (model(part[0])[:, 0] - part[1]).square().mean(), batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return net.weight.detach()
-
-    assert (trained(1) - trained(2)).abs().max() <= 1e-6
-
-
 def _loops(events: list[Event]) -> list[LoopEntered]:
     return [event for event in events if isinstance(event, LoopEntered)]
 
