@@ -55,6 +55,7 @@ pytestmark = pytest.mark.timeout(300)
 
 OF_FEATURES = {
     "browser/test_check_report.py",  # the fixtures of the folder start browsers
+    "browser/test_runs_table.py",
     "largest_model.py",  # a program that makes a table of docs/memory.md
     "launching/test_file_shield.py",
 }
