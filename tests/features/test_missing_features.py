@@ -57,7 +57,6 @@ OF_FEATURES = {
     "browser/test_check_report.py",  # the fixtures of the folder start browsers
     "browser/test_runs_table.py",
     "largest_model.py",  # a program that makes a table of docs/memory.md
-    "launching/test_file_shield.py",
 }
 """Files outside of tests/features that are about one."""
 
@@ -134,7 +133,7 @@ def test_tests_outside_of_features_import_none() -> None:
     named = re.compile(r"^ *(from|import) nbaccel\.features\.", re.MULTILINE)
     core = (path for path in (REPOSITORY / "tests").rglob("*.py") if "features" not in path.parts)
     found = {path.relative_to(REPOSITORY / "tests").as_posix() for path in core if named.search(path.read_text())}
-    assert found - OF_FEATURES == set()
+    assert found == OF_FEATURES
 
 
 @pytest.mark.slow
