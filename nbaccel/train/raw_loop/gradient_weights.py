@@ -313,7 +313,7 @@ VALUES = 5
 
 @dataclass(slots=True)
 class Say:
-    """What one rank tells the others before each exchange of gradients, as numbers.
+    """The numbers that one rank sends to the others before each exchange of gradients.
 
     Args:
         done: 1 if its program is over.
