@@ -15,6 +15,7 @@
     ├── NotInRanks               code in a rank waits for what runs in the notebook alone: a thread, a loader's worker
     ├── StayedInRank             a part of an object that a cell left could not leave its rank, and is asked for
     ├── NotPrepared              several ranks, and a model that would train separately in each
+    ├── FlagWithoutEffect        a flag without which work is lost has no effect above this loop; nothing was trained
     ├── CannotCut                a loop does what it may only do with whole batches, and its batches come in parts
     ├── PeerFailed               another rank failed in a block that this one was waiting for
     ├── CollectiveMismatch       ranks called different collectives, or with different shapes
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointCorrupt",
     "CollectiveMismatch",
     "FeatureMissing",
+    "FlagWithoutEffect",
     "LaunchRefused",
     "NbaccelError",
     "NestedLaunch",
@@ -164,6 +166,10 @@ class NotPrepared(NbaccelError):
     """
 
     is_of_parts = False
+
+
+class FlagWithoutEffect(NbaccelError):
+    """A flag that keeps work from being lost has no effect above the loop; raised before its first optimizer step."""
 
 
 class CannotCut(NbaccelError):

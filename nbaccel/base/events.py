@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
+from enum import StrEnum
 from typing import Any, Protocol
 
 from nbaccel.base.values import frozen
@@ -31,6 +32,7 @@ __all__ = [
     "ItemsDone",
     "Listener",
     "LoopEntered",
+    "LoopKind",
     "Loss",
     "Memory",
     "Metric",
@@ -51,6 +53,7 @@ __all__ = [
     "StepEntered",
     "StepsEnded",
     "TimeLimit",
+    "TrainingMode",
     "Waiting",
     "emit",
     "outlet",
@@ -224,6 +227,34 @@ class LoopEntered(Event):
     obstacle: str = ""
     batch_norms: Sequence[str] = ()
     sharing_ranks: int = 1
+
+
+class LoopKind(StrEnum):
+    """Ways in which a program trains, in words."""
+
+    UNMODIFIED = "an unmodified loop"
+    PREPARED = "a prepared loop"
+    TRAINER = "transformers' Trainer"
+    LIGHTNING = "Lightning's Trainer"
+    FABRIC = "Lightning's Fabric"
+    ACCELERATE = "Accelerate's own Accelerator"
+    DDP = "a model in DistributedDataParallel"
+    NOTHING = "a cell that trains nothing"
+
+
+@frozen
+class TrainingMode(Event):
+    """The way in which the program in this rank trains, known before its first optimizer step.
+
+    An outlet may answer by raising `nbaccel.errors.FlagWithoutEffect`: nothing has been trained yet.
+
+    kind: one of `LoopKind`.  is_split: ranks have parts of the loop's batches.
+    in_force: settings that a library has made of the run's, or has chosen by itself, by their names in `RunOptions`.
+    """
+
+    kind: str = LoopKind.NOTHING
+    is_split: bool = False
+    in_force: Mapping[str, str] = field(default_factory=dict)
 
 
 @frozen

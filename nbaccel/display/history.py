@@ -29,6 +29,7 @@ from nbaccel.base.events import (
     RecordsLost,
     Restarted,
     Resumed,
+    TrainingMode,
 )
 from nbaccel.base.quantities import duration, number, plural
 from nbaccel.display.item_count import ItemCount
@@ -79,6 +80,7 @@ class History:
     attempts: number of times that the ranks were started: one more after each restart for memory.
     items: those of a map; None in other runs.
     resumed: the checkpoint that the first attempt went on from; None if it began anew.
+    mode: how its program trains, as the ranks have reported last; None before that.
     lost: records of the ranks that never arrived.  seconds: the time of the latest record, since the run began.
 
     >>> history = History(2)
@@ -99,6 +101,7 @@ class History:
         self.items: ItemCount | None = None
         self.seconds = 0.0
         self.resumed: Resumed | None = None
+        self.mode: TrainingMode | None = None
         self._began_at = began_at
         self._lost: dict[int, int] = {}
         self._phase_of: dict[int, int] = {}
@@ -119,6 +122,7 @@ class History:
             RankRestarted: self._take_rank_restarted,
             RecordsLost: self._take_lost,
             Restarted: self._take_restarted,
+            TrainingMode: self._take_mode,
             Resumed: self._take_resumed,
         }
 
@@ -141,6 +145,9 @@ class History:
         self.marks.append(mark)
         if len(self.marks) > _MOST_MARKS:
             del self.marks[_MOST_MARKS // 2]
+
+    def _take_mode(self, rank: int, at_s: float, event: TrainingMode) -> None:
+        self.mode = event
 
     def _take_loss(self, rank: int, at_s: float, event: Loss) -> None:
         phase = self._phase(rank, at_s)

@@ -93,9 +93,10 @@ class Panel:
         )
 
     def _head(self, state: RunState) -> str:
+        setting = self.facts.setting_of(self.history).split(", ")
         return (
             f'<div class="row"><b class="{state.word}">{SIGNS.get(state.word, "●")} {state.word}</b>'
-            f'<b>{escape(self.facts.title)}</b><span class="fits soft">{_parts(self.facts.setting.split(", "))}</span>'
+            f'<b>{escape(self.facts.title)}</b><span class="fits soft">{_parts(setting)}</span>'
             f"{_hint(state)}</div>"
         )
 

@@ -263,7 +263,7 @@ def kept(
 
     names: the curves to draw; None for those that were chosen for the run.
     """
-    title = ", ".join(filter(None, [f"{facts.title}: {state.sentence}", facts.setting]))
+    title = ", ".join(filter(None, [f"{facts.title}: {state.sentence}", facts.setting_of(history)]))
     figure = draw(history, facts, names=names, title=title, ground=ANY_GROUND)
     return picture(figure, text(history, facts, seconds, state))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nbaccel.base.events import LoopKind, TrainingMode
 from nbaccel.base.quantities import duration, gigabytes, number, plural, rate, span
 from nbaccel.display.history import History, Mark, Usage
 from nbaccel.display.series import Series
@@ -34,7 +35,8 @@ __all__ = [
 class RunFacts:
     """Facts that are settled before the run begins.
 
-    title: the name of what runs, "Cell In[5]".  setting: in words, "2 x Tesla T4, fp16, accumulate 4".
+    title: the name of what runs, "Cell In[5]".  setting: in words, "2 x Tesla T4, seed 3".
+    of_prepared: settings that only what is prepared has, in words: "fp16, accumulate 4".
     devices: by rank, "GPU 0"; empty for ranks on the host.
     plots: the curves to draw, "loss"; empty for the loss, or the first curve if there is none.
     """
@@ -43,6 +45,26 @@ class RunFacts:
     setting: str = ""
     devices: tuple[str, ...] = ()
     plots: tuple[str, ...] = ()
+    of_prepared: str = ""
+
+    def setting_of(self, history: History) -> str:
+        """Return the setting as far as it is in force, and how the program trains, as far as that is known.
+
+        >>> from nbaccel.base.events import LoopKind, TrainingMode
+        >>> history, facts = History(2), RunFacts(setting="2 ranks on the CPU", of_prepared="bf16")
+        >>> history.feed(0, 1.0, TrainingMode(LoopKind.UNMODIFIED, is_split=True))
+        >>> facts.setting_of(history)
+        '2 ranks on the CPU, batches of this loop are split'
+        >>> history.feed(0, 2.0, TrainingMode(LoopKind.PREPARED))
+        >>> facts.setting_of(history)
+        '2 ranks on the CPU, each rank has its own batches: prepared, bf16'
+        """
+        mode = history.mode
+        words = [self.setting]
+        if mode is not None:
+            words.append(_mode_words(mode, history.world_size))
+            words.append(self.of_prepared if mode.kind == LoopKind.PREPARED else "")
+        return ", ".join(filter(None, words))
 
     def device(self, rank: int) -> str:
         """Return the name of the memory that `rank` runs out of first."""
@@ -58,6 +80,14 @@ class RunFacts:
             return list(self.plots)
         losses = [name for name in names if name.lower().endswith("loss")]
         return sorted(losses or names, key=is_held_out)[:1]
+
+
+def _mode_words(mode: TrainingMode, world_size: int) -> str:
+    if mode.is_split:
+        return "batches of this loop are split"
+    if mode.kind == LoopKind.PREPARED and world_size > 1:
+        return "each rank has its own batches: prepared"
+    return mode.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +192,7 @@ def text(history: History, facts: RunFacts, seconds: float, state: RunState = RU
 
 def _lines(history: History, facts: RunFacts, seconds: float, state: RunState) -> Iterator[str]:
     yield f"{facts.title}: {state.sentence or state.word}"
-    yield facts.setting
+    yield facts.setting_of(history)
     yield ", ".join([*_where_now(history, state), *times(history, seconds, state), *paces(history, state)])
     for name, series in history.phase.series.items():
         yield curve_words(name, series)

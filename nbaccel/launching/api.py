@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import index
 from typing import Any
 
@@ -35,6 +35,7 @@ from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, seen
+from nbaccel.options.flag_effects import given_flags
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import shell_here
@@ -140,7 +141,8 @@ def launch(
         oom=oom,
     )
     survey, task = Survey.take(looks_for_gpus=not cpu), FunctionTask(function, args, kwargs)
-    spec = planned(options, task, survey).spec(task, setup, wants_results=True)
+    plan = replace(planned(options, task, survey), own=options, words=_ARGUMENTS)
+    spec = plan.spec(task, setup, wants_results=True)
     if spec.start.method == "inline":
         return _launch_inline(spec, survey, check=check, origin=_origin(options))
     aside = _set_aside(spec) if free_kernel else None
@@ -406,4 +408,7 @@ def _in_place(
         "in this process, as in Accelerate: no restart for memory, no watch for hangs, no clean kernel; "
         f"launch({name if name.isidentifier() else 'function'}, num_processes=1) has them"
     )
-    return LaunchSpec(FunctionTask(function, args), devices.started_by(start), start, settings), news
+    task = FunctionTask(function, args)
+    options = RunOptions(mixed_precision=settings.mixed_precision, strategy=settings.strategy)
+    task.flags = given_flags(options, options, words=_ARGUMENTS)
+    return LaunchSpec(task, devices.started_by(start), start, settings), news

@@ -19,7 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nbaccel.base.events import CallEntered, CallsEnded, Event, Listener, Sink, StepEntered, StepsEnded, outlet
+from nbaccel.base.events import (
+    CallEntered,
+    CallsEnded,
+    Event,
+    Listener,
+    Sink,
+    StepEntered,
+    StepsEnded,
+    TrainingMode,
+    outlet,
+)
 from nbaccel.errors import RunStopped
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.ipc.reports import StackSnapshot
@@ -29,6 +39,7 @@ from nbaccel.launching.ipc.telemetry import Rings, Telemetry
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.libraries import foreign_trainers_report
 from nbaccel.launching.processes.shutdown import FINISHING, FINISHING_CALLS, NOTICE_AFTER_S, TICK_S, finishing_s
+from nbaccel.launching.rank.flag_watch import FlagWatch
 from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.launching.rank.stack_snapshot import scenes
 from nbaccel.output.screens import ConsoleScreen
@@ -52,11 +63,11 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
         KeyboardInterrupt: the user has stopped it, see `InlineStop`.
         RunStopped: it reached a time limit of its own.
     """
-    stop = InlineStop(_say)
-    with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop):
+    stop, flags = InlineStop(_say), FlagWatch()
+    with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop, flags):
         if spec.setup is not None:
             load_named(spec.setup)(spec.task.namespace)
-        with foreign_trainers_report(lambda: stop.has_acted), stop.acts():
+        with foreign_trainers_report(lambda: stop.has_acted), stop.acts(), flags.watching(spec.task.flags):
             spec.task.run()
 
 
@@ -144,10 +155,10 @@ def _workers_are_forked() -> Iterator[None]:
 
 
 @contextmanager
-def _heard(listeners: Sequence[Listener], steps: Sink) -> Iterator[None]:
+def _heard(listeners: Sequence[Listener], steps: Sink, flags: FlagWatch) -> Iterator[None]:
     """Feed `listeners` with the reports of this process while the block runs, in the calling thread.
 
-    steps: receives each report first, and may raise.
+    steps: receives each report first, and may raise.  flags: learns how the program trains.
     """
     rings = Rings()
     telemetry = Telemetry(rings, listeners, _say)
@@ -159,6 +170,7 @@ def _heard(listeners: Sequence[Listener], steps: Sink) -> Iterator[None]:
         """Ignore the event: there is no peer to watch, and no kernel to outlive."""
 
     reporter = Reporter(ring, gate=steps, watch=unheard, grace=unheard)
+    reporter.route(TrainingMode, flags.take)
     own_thread = threading.get_ident()
 
     def hear(event: Event) -> None:

@@ -8,12 +8,12 @@ For a cell `LaunchPlan.of_cell` decides also what its flags left open: precision
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from nbaccel.base.hardware import Survey, best_precision
 from nbaccel.base.quantities import amount
-from nbaccel.base.settings import FSDP, SHRINK, STOP, RunSettings
+from nbaccel.base.settings import SHRINK, STOP, RunSettings
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching.earlier_models import EarlierModel, models_in
@@ -23,6 +23,7 @@ from nbaccel.launching.processes.attached_debugger import is_attached
 from nbaccel.namespace.nbytes import bytes_by_sharing, sizes_on_devices
 from nbaccel.namespace.thread_pools import threads_a_fork_lacks
 from nbaccel.namespace.wrappers import modules_in
+from nbaccel.options.flag_effects import GivenFlag, given_flags
 from nbaccel.options.run_options import AUTO, RunOptions
 
 __all__ = [
@@ -41,7 +42,6 @@ _RANKS_PER_CORE = 16
 """Largest number of ranks per core; each is a process of some 200 MB, and hundreds of them stop the machine."""
 _FIRST_LINE = 80
 """Characters of the line before a run: the width that a notebook shows beside an open side bar without a line break."""
-_PRECISION_NAMES = {"no": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ class LaunchPlan:
     models: those that earlier cells have put on devices, if the ranks need them.
     stays: the ranks exist already, and stay.
     own_devices: each rank sees only its own GPUs.  first_card: see `Task`.
+    own, words: what was written for this run alone, and its words, see `given_flags`; None for a run that trains
+    nothing by flags.
     """
 
     options: RunOptions
@@ -69,6 +71,8 @@ class LaunchPlan:
     stays: bool = False
     own_devices: bool = False
     first_card: str = ""
+    own: RunOptions | None = None
+    words: Mapping[str, str] | None = None
 
     @classmethod
     def of(
@@ -126,9 +130,17 @@ class LaunchPlan:
 
     @classmethod
     def of_cell(
-        cls, options: RunOptions, task: Task, survey: Survey, here: ProcessState, since: str | None
+        cls,
+        options: RunOptions,
+        task: Task,
+        survey: Survey,
+        here: ProcessState,
+        since: str | None,
+        own: RunOptions | None = None,
     ) -> LaunchPlan:
         """Decide the run of a cell, see `of`, and what its flags left open.
+
+        own: what its own line says; None for nothing.
 
         Raises:
             LaunchRefused: the machine or the notebook cannot do what was asked; the message says what is possible.
@@ -143,10 +155,11 @@ class LaunchPlan:
         precision, reason = choose_precision(options, plan.devices)
         automatic = _automatic(draws_seed=not draws_as_here(options, task), is_raw=_is_raw(options, task))
         settings = replace(plan.settings, mixed_precision=precision).over(automatic)
-        return replace(plan, options=options, settings=settings, precision_reason=reason)
+        return replace(plan, options=options, settings=settings, precision_reason=reason, own=own or RunOptions())
 
     def spec(self, task: Task, setup: str | None, wants_results: bool = False) -> LaunchSpec:
         """Return the spec of the run.  wants_results: a failing run waits for the results of the task."""
+        task.flags = self.flags
         return LaunchSpec(
             task=task,
             devices=self.devices,
@@ -162,37 +175,49 @@ class LaunchPlan:
             own_devices=self.own_devices,
         )
 
+    @property
+    def flags(self) -> tuple[GivenFlag, ...]:
+        """Return the flags whose effect depends on how the program trains."""
+        if self.own is None:
+            return ()
+        return given_flags(self.options, self.own, self.settings.mixed_precision or "no", self.words)
+
     def facts(self, title: str) -> RunFacts:
         """Return the texts of the panel beside its numbers."""
-        accumulate = self.settings.gradient_accumulation_steps or 1
         parts = [
             str(self.devices),
-            f"{self.settings.mixed_precision}" if self.settings.mixed_precision != "no" else "",
-            f"accumulate {accumulate}" if accumulate > 1 else "",
-            self._strategy,
             self._random_numbers,
             "memory is held until %accelerate stop" if self.stays else "",
         ]
         plots = self.options.plot or ()
-        return RunFacts(title, ", ".join(filter(None, parts)), self.devices.names(), plots)
+        return RunFacts(title, ", ".join(filter(None, parts)), self.devices.names(), plots, self._of_prepared())
 
     def __str__(self) -> str:
         """Return the text printed before the run: one short line, and a line for each unusual fact."""
         return "\n".join([self._first_line(), *self._what_is_unusual()])
 
     def _first_line(self) -> str:
-        """Return the main facts in at most 80 characters; `explained` has the reasons."""
-        accumulate = self.settings.gradient_accumulation_steps or 1
+        """Return the main facts in at most 80 characters; `explained` has the reasons.
+
+        How the program trains is not known yet: settings that only what is prepared has are named as such.
+        """
         seed = self.settings.seed
-        parts = [
-            self.start.method,
-            _PRECISION_NAMES.get(self.settings.mixed_precision or "no", str(self.settings.mixed_precision)),
-            *([f"accumulate {accumulate}"] if accumulate > 1 else []),
-            *([self._strategy] if self._strategy else []),
-            "seed of the notebook" if seed is None else f"seed {seed}",
-        ]
-        rest = "".join(f", {part}" for part in parts)
+        rest = f", {self.start.method}, {'seed of the notebook' if seed is None else f'seed {seed}'}"
+        # A program that seems to prepare nothing is told nothing of a precision that nobody chose.
+        if prepared := self._of_prepared(with_precision=not (self.settings.seeds_alike and self.precision_reason)):
+            rest += f"; prepared: {prepared}"
         return self.devices.in_short(_FIRST_LINE - len(rest)) + rest
+
+    def _of_prepared(self, with_precision: bool = True) -> str:
+        """Return the settings that only what is prepared has, in words; empty for those of every loop."""
+        precision = self.settings.mixed_precision or "no"
+        accumulate = self.settings.gradient_accumulation_steps or 1
+        parts = [
+            precision if with_precision and precision != "no" else "",
+            f"accumulate {accumulate}" if accumulate > 1 else "",
+            self._strategy,
+        ]
+        return ", ".join(filter(None, parts))
 
     def _what_is_unusual(self) -> Iterator[str]:
         if self.devices.why_no_gpu:
@@ -206,24 +231,21 @@ class LaunchPlan:
             yield f"each rank sees its own {share} GPUs alone, as cuda:0 to cuda:{share - 1}, and computes on cuda:0"
         elif self.first_card and self.own_devices and self.devices.num_processes > 1:
             yield f"each rank sees its own GPU alone, as cuda:0, because the cell says {self.first_card}"
-        if self.settings.strategy == FSDP and self.settings.seeds_alike:
-            yield "NOT sharded: the cell prepares nothing, so every rank holds the whole model; prepare shards it"
         if self.bytes_to_copy > _WORTH_SAYING_BYTES:
             yield f"{amount(self.bytes_to_copy)} to copy to the ranks first"
 
     @property
     def explained(self) -> str:
         """Return all decisions with their reasons, for users who ask."""
-        precision = f"default precision {self.settings.mixed_precision}"
+        why = f" ({self.precision_reason})" if self.precision_reason else ""
         return ", ".join(
             [
                 f"{self.devices}{self._whose_cards}",
                 f"{self.start.method} ({self.start.reason})",
-                f"{precision} ({self.precision_reason})" if self.precision_reason else precision,
-                f"accumulate {self.settings.gradient_accumulation_steps}"
-                + " (both for what is prepared)" * bool(self.settings.seeds_alike),
-                *([f"strategy {self._strategy}"] if self._strategy else []),
                 self._random_numbers,
+                f"what is prepared: precision {self.settings.mixed_precision}{why}",
+                f"accumulate {self.settings.gradient_accumulation_steps}",
+                *([f"strategy {self._strategy}"] if self._strategy else []),
             ]
         )
 

@@ -21,6 +21,8 @@ from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions
 
 __all__ = [
+    "OF_PREPARED",
+    "OF_WHICH",
     "Offer",
     "batch_size_of",
     "checkpoint_intervals",
@@ -38,6 +40,16 @@ __all__ = [
 _USUAL_BATCH_SIZE = 32
 _MOST_CPU_RANKS = 8
 """Largest number of ranks on a CPU that the form offers; a flag takes any number."""
+
+
+OF_PREPARED = (
+    "Precision, strategy, batches per step and checkpoints are those of a loop that prepares its model. An unmodified "
+    "loop is told at its first step that they have no effect."
+)
+
+OF_WHICH = (
+    "(a prepared loop: your DataLoader's batch size x ranks x batches; an unmodified one: your DataLoader's batch size)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +165,8 @@ def overview(configuration: Configuration, survey: Survey, batch_size: int) -> s
         [
             "what the next %%accelerate cells use; %accelerate config KEY=VALUE … changes it, --save keeps it",
             *(f"  {key:<{width}}  {text}" for key, text in settings.items()),
-            f"effective batch size (your DataLoader's batch size x ranks x batches): {formula}",
+            f"effective batch size: {formula} {OF_WHICH}",
+            OF_PREPARED,
             f"the same by flags: {command_line(configuration.parser, options)}",
         ]
     )
@@ -191,4 +204,5 @@ def next_cell(survey: Survey, config: RunOptions) -> str:
         return f"refused as configured ({error})"
     why = f" ({reason})" if reason else ""
     strategy = "" if config.strategy in (None, AUTO) else f", strategy {config.strategy}"
-    return f"{devices}, default precision {precision}{why}, accumulate {config.accumulate or 1}{strategy}"
+    prepared = f"precision {precision}{why}, accumulate {config.accumulate or 1}{strategy}"
+    return f"{devices}; a prepared loop: {prepared}; an unmodified one computes and steps as it is written"

@@ -305,7 +305,8 @@ def _status_line(survey: Survey, config: RunOptions, last_run: LastRun | None, s
     stay: the persistent ranks in words; empty without any.
 
     >>> _status_line(Survey(), RunOptions(mixed_precision="bf16", accumulate=4), None)
-    'next cell: 1 rank on the CPU, default precision bf16, accumulate 4; no run yet'
+    'next cell: 1 rank on the CPU; a prepared loop: precision bf16, accumulate 4; an unmodified one computes and steps \
+as it is written; no run yet'
     """
     return f"next cell: {stay or next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
 

@@ -22,6 +22,8 @@ from nbaccel.base.settings import SHRINK
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching.plan import refuse_a_crowd
 from nbaccel.notebook.choices import (
+    OF_PREPARED,
+    OF_WHICH,
     Offer,
     checkpoint_intervals,
     effective_batch_size,
@@ -76,7 +78,7 @@ class Form:
         reset = widgets.Button(description="Back to automatic", layout=widgets.Layout(width="auto"))
         self.widget = widgets.VBox(
             [
-                widgets.HTML("<strong>The next %%accelerate cells</strong>"),
+                widgets.HTML(f"<strong>The next %%accelerate cells</strong><div>{html.escape(OF_PREPARED)}</div>"),
                 *(widget for field in self._fields for widget in field.widgets),
                 widgets.HTML(f'<div style="margin-top: 8px">{_CALCULATOR}</div>'),
                 self._batch_size,
@@ -158,7 +160,7 @@ class Form:
         options, machine = self._configuration.options, self._machine
         formula = effective_batch_size(self._batch_size.value, world_size(options, machine), options.accumulate or 1)
         facts = {
-            "Effective batch size": f"<strong>{formula}</strong> (your DataLoader's batch size x ranks x batches)",
+            "Effective batch size": f"<strong>{formula}</strong> {OF_WHICH}",
             "Next cell": html.escape(next_cell(machine, options)),
             "The same by flags": f"<code>{html.escape(command_line(self._configuration.parser, options))}</code>",
         }

@@ -242,7 +242,7 @@ class PersistentSession:
             task.draw_as_here()
             settings = replace(settings, seed=None)
         models = models_in(task.values_to_send(), self._notebook) if plan.start.method == "zygote" else ()
-        plan = replace(plan, options=of_the_cell, settings=settings, stays=True, models=models)
+        plan = replace(plan, options=of_the_cell, own=asked, settings=settings, stays=True, models=models)
         return persistent_run, plan, task
 
     def after(self, error: BaseException | None) -> None:

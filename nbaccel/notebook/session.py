@@ -179,7 +179,7 @@ class Session:
         here = ProcessState.now()
         return (
             self.launcher,
-            LaunchPlan.of_cell(options, task, survey, here, self.cuda.cell_of(here.why_forks_fail)),
+            LaunchPlan.of_cell(options, task, survey, here, self.cuda.cell_of(here.why_forks_fail), asked),
             task,
         )
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from torch.nn import Module
 
+from nbaccel.base.events import LoopKind, TrainingMode, emit
 from nbaccel.base.settings import FSDP, RunSettings
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
@@ -205,6 +206,7 @@ class Lifecycle:
     def join(self) -> None:
         """Join the world as it is now, process group included. Collective where the group is formed."""
         step_back()
+        emit(TrainingMode(LoopKind.PREPARED))
         self.context.state.look_again()
         self.equip()
         self.context.state.form_group()

@@ -29,15 +29,12 @@ def test_a_choice_changes_the_line_that_the_next_run_prints(kernel: RealKernel, 
     shown = kernel.do("%accelerate config")
     (display,) = shown.displays
     assert display[WIDGET]["model_id"]
-    assert (
-        "effective batch size (your DataLoader's batch size x ranks x batches): 32 x 1 x 1 = 32"
-        in (display["text/plain"])
-    )
+    assert "effective batch size: 32 x 1 x 1 = 32 (a prepared loop: your DataLoader's batch" in display["text/plain"]
     choose(kernel, "Ranks", value="2")
     choose(kernel, "Batches per optimizer step", value=4)
     choose(kernel, "Seed", value="7")
     ran = kernel.do("%%accelerate --cpu\naccelerator.num_processes")
-    assert ran.stdout.startswith("2 ranks on CPU, fork, fp32, accumulate 4, seed 7\n")
+    assert ran.stdout.startswith("2 ranks on CPU, fork, seed 7; prepared: accumulate 4\n")
     assert ran.result is not None
     assert ran.result["text/plain"] == "2"
     kernel.do("%accelerate config num-processes= accumulate= seed=")
@@ -46,7 +43,7 @@ def test_a_choice_changes_the_line_that_the_next_run_prints(kernel: RealKernel, 
 def test_a_cells_own_flag_wins(kernel: RealKernel, tmp_path: Path) -> None:
     kernel.do(f"%cd -q {tmp_path}\n%accelerate config")
     choose(kernel, "Batches per optimizer step", value=4)
-    assert ", accumulate 2, " in kernel.do("%%accelerate --cpu -a 2\n1").stdout
+    assert "; prepared: accumulate 2\n" in kernel.do("%%accelerate --cpu -a 2\n1").stdout
     kernel.do("%accelerate config accumulate=")
 
 

@@ -357,3 +357,19 @@ def test_steps_on_one_batch_are_counted(kernel: RealKernel) -> None:
     kernel.do(SETUP)
     loop = "a, b = next(iter(train_loader))\nfor _ in range(12):\n    nn.functional.mse_loss(model(a), b).backward()"
     assert "12 steps, loss" in kernel.do(accelerate(f"{loop}\n    optimizer.step()")).stdout
+
+
+def test_a_flag_that_would_lose_work_is_refused_and_another_one_is_said_before_the_first_step(
+    kernel: RealKernel, start: str
+) -> None:
+    kernel.do(SETUP)
+    before = kernel.value(WEIGHTS)
+    refused = kernel.run(f"%%accelerate -n 2 --start {start} --checkpoint-every 10min\n{LOOP}")
+    error = refused.failed("FlagWithoutEffect")
+    assert "--checkpoint-every 10min has no effect above an unmodified loop" in error.evalue
+    assert kernel.value(WEIGHTS) == before
+    cell = kernel.do(f"%%accelerate -n 2 --start {start} -p bf16 -a 4\n{LOOP}")
+    assert cell.stdout.splitlines()[0].endswith("seed of the notebook; prepared: bf16, accumulate 4")
+    assert cell.stderr.count("has no effect above an unmodified loop") == 2
+    assert SPLIT in cell.stdout
+    assert "batches of this loop are split" in kernel.value("__import__('nbaccel').last_run.text")

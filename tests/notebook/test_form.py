@@ -78,9 +78,11 @@ def test_it_states_the_formula_the_next_cell_and_the_flags(form: Form) -> None:
     field(form, "Batches per optimizer step").value = 4
     assert "<strong>32 x 2 x 4 = 256</strong>" in texts(form)
     assert "<code>%%accelerate -a 4</code>" in texts(form)
-    assert "2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4, default precision fp16 (Tesla T4 has no bf16 units)" in texts(
-        form
+    next_cell = (
+        "2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4; a prepared loop: precision fp16 (Tesla T4 has no bf16 units)"
     )
+    assert next_cell in texts(form)
+    assert "An unmodified loop is told at its first step that they have no effect." in texts(form)
     field(form, "Batch size per device").value = 8
     assert "<strong>8 x 2 x 4 = 64</strong>" in texts(form)
 

@@ -150,8 +150,8 @@ def test_the_zygote_is_started_early_only_where_there_is_a_gpu(shell: Any, gpus:
 
 def test_status_says_what_the_next_cell_would_run_on_and_how_the_last_went(planned: Any) -> None:
     assert planned.run("%accelerate").stdout == (
-        "next cell: 1 rank on the CPU, default precision no (a CPU gains nothing from half precision), "
-        "accumulate 1; no run yet\n"
+        "next cell: 1 rank on the CPU; a prepared loop: precision no (a CPU gains nothing from half precision), "
+        "accumulate 1; an unmodified one computes and steps as it is written; no run yet\n"
     )
     planned.session.last_run = LastRun("Cell In[5]", "stopped", 12.34)
     assert planned.run("%accelerate").stdout.endswith("; last run: Cell In[5] stopped after 12.3 s\n")
@@ -188,7 +188,7 @@ def test_what_is_saved_is_where_the_next_notebook_begins(planned: Any, recorder:
         run_cell(next_session, RunOptions(seed=1), "1")
     said = planned.capsys.readouterr().out.splitlines()
     assert said[0] == "nbaccel.toml: accumulate=4"
-    assert said[1] == "1 rank on CPU, fork, fp32, accumulate 4, seed 1"
+    assert said[1] == "1 rank on CPU, fork, seed 1; prepared: accumulate 4"
     with pytest.raises(LaunchRefused, match="recorded"):
         run_cell(next_session, RunOptions(accumulate=2), "1")
     (line,) = planned.capsys.readouterr().out.splitlines()

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.base.events import LoopKind
 from nbaccel.base.hardware import Platform
 from nbaccel.base.quantities import amount, duration, listed, plural, said
 from nbaccel.display.svg import STYLE
@@ -25,6 +26,7 @@ from nbaccel.features.check.findings import DryRunResult, FoundError, LineOfSave
 from nbaccel.features.check.forecasts.forecast import Forecast, forecast
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.options.flag_effects import flags_found
 
 __all__ = ["OK", "RED", "YELLOW", "CheckReport", "ReportLine"]
 
@@ -154,6 +156,7 @@ class _Writer:
         yield from self._end()
         for line in unrun_lines(self._found.records):
             yield ReportLine(YELLOW, line.said(self._source.name, "a check"))
+        yield from self._flags()
         yield from self._results()
         yield from self._gathers()
         yield from self._memory()
@@ -181,6 +184,15 @@ class _Writer:
             yield ReportLine(YELLOW, f"not reached: {', '.join(map(_lines_words, self._gaps))}")
         if not left:
             yield ReportLine(OK, f"the cell comes to its end ({took})")
+
+    def _flags(self) -> Iterator[ReportLine]:
+        """Report flags that have no effect above the loop that trained in the dry run."""
+        facts = self._found.facts[0] if self._found.facts else {}
+        if (kind := facts.get("loop_kind")) is not None:
+            said = flags_found(self._plan.flags, LoopKind(kind), facts["in_force"])
+            if said.refusal:
+                yield ReportLine(RED, f"the run would end before its first step: {said.refusal}")
+            yield from (ReportLine(YELLOW, line) for line in said.lines)
 
     def _error(self, error: FoundError) -> ReportLine:
         place = f"line {error.line}" if error.line and self._is_in_cell(error.file) else ""

@@ -158,7 +158,7 @@ def _record(run: Run) -> dict[str, Any]:
         "choices": dict(origin.choices),
         "seed": origin.seed,
         "config": _plain(run.config) or {},
-        "setting": run.facts.setting,
+        "setting": run.facts.setting_of(history),
         "devices": list(run.facts.devices),
         "plots": list(run.facts.plots),
         "start": [run.start_method, run.start_reason],

@@ -67,7 +67,8 @@ class SweepMode:
         since = session.cuda.cell_of(here.why_forks_fail)
         each = replace(options, num_processes=chosen.slots[0].devices.num_processes)
         plans = [
-            LaunchPlan.of_cell(replace(each, devices=slot.asked), task, survey, here, since) for slot in chosen.slots
+            LaunchPlan.of_cell(replace(each, devices=slot.asked), task, survey, here, since, cell.options)
+            for slot in chosen.slots
         ]
         first = plans[0]
         if first.start.method == "inline":

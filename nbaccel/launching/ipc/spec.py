@@ -26,6 +26,7 @@ from nbaccel.namespace.kind import Change
 from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
 from nbaccel.namespace.payload import Payload, pack, unpack
 from nbaccel.namespace.pickling import Places
+from nbaccel.options.flag_effects import GivenFlag
 
 __all__ = [
     "Devices",
@@ -92,6 +93,9 @@ class Task(ABC):
 
     first_card: str = ""
     """The words by which its code names the first GPU that it sees; empty if it has none. See `card_numbers`."""
+
+    flags: tuple[GivenFlag, ...] = ()
+    """The flags of the run whose effect depends on how its code trains, see `flag_effects`."""
 
     reference: ClassVar[str]
     """The class as "module:Class", by which a zygote and a persistent rank find it."""
@@ -212,8 +216,10 @@ class FunctionTask(Task):
         kwargs: dict[str, Any] | None = None,
         debugged: int | None = None,
         caller: str = "",
+        flags: tuple[GivenFlag, ...] = (),
     ) -> None:
         self.function = function
+        self.flags = flags
         self.caller = caller
         self.debugged = debugged
         self.args = args
@@ -243,7 +249,7 @@ class FunctionTask(Task):
         return read | {"function": self.function, "args": self.args, "kwargs": self.kwargs}
 
     def pack(self) -> Payload:
-        names = ("function", "args", "kwargs", "debugged", "caller")
+        names = ("function", "args", "kwargs", "debugged", "caller", "flags")
         return pack({name: getattr(self, name) for name in names})
 
     @classmethod

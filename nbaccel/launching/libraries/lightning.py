@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nbaccel.base.events import Loss, Metric, Progress, emit
+from nbaccel.base.events import LoopKind, Loss, Metric, Progress, TrainingMode, emit
 from nbaccel.launching.libraries.boundaries import StepBoundaries, TrainerProgress
 
 __all__ = [
@@ -41,6 +41,7 @@ class LightningCallback:
     _validation: TrainerProgress | None = None  # the sanity check before the training does not count
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
+        emit(TrainingMode(LoopKind.LIGHTNING))
         self._step = trainer.global_step
         self._epoch = trainer.current_epoch
         self._batch = 0

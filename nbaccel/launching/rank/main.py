@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from nbaccel.base.aborting import leave_device_errors_to_the_program
-from nbaccel.base.events import Loss, outlet
+from nbaccel.base.events import Loss, TrainingMode, outlet
 from nbaccel.errors import RunStopped
 from nbaccel.launching.ipc.channel import Channel
 from nbaccel.launching.ipc.control import StepGate
@@ -140,6 +140,7 @@ class _Rank:
         calls = CallLog(self._peers)
         self._gate = StepGate(page, self.rank)
         self.reporter = Reporter(RingWriter(boot.ring_fd), self._gate, calls, SaveGrace(page, self.rank, watch))
+        self.reporter.route(TrainingMode, parts.flags.take)
         self._report = TaskReport(self.channel, boot.world, parts, calls)
         parts.install()
         self._watch = watch

@@ -9,18 +9,18 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from nbaccel.base.settings import FSDP, RunSettings
+from nbaccel.base.settings import RunSettings
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import Results, WorkerBoot, load_named
 from nbaccel.launching.libraries import OtherLibraries
 from nbaccel.launching.libraries.one_file import OneFile
 from nbaccel.launching.libraries.one_output import MetricsOfRanks, OneTrackedRun, ProgressBars
+from nbaccel.launching.rank.flag_watch import FlagWatch
 from nbaccel.launching.rank.lifetime import CutWatch
 from nbaccel.launching.rank.process_setup import ProcessGroups
 from nbaccel.launching.rank.separate_trainings import OneTraining
 from nbaccel.launching.rank.sharded_results import ShardedResults
-from nbaccel.launching.rank.whole_models import WholeModels
 from nbaccel.namespace.parameters import parameters_of
 from nbaccel.namespace.wrappers import plain
 
@@ -36,6 +36,7 @@ class RankParts:
 
     Attributes:
         page: The control page.
+        flags: The part that is told how the program trains.
         cut: The part that ends waits in the device, and knows whether the rank's values are whole.
     """
 
@@ -46,6 +47,7 @@ class RankParts:
         acts_as_one = world.is_distributed and not settings.independent
         self.cut = CutWatch(page, world.rank)
         training = OneTraining(page, world, is_watching=acts_as_one)
+        self.flags = FlagWatch(world.rank, training.wrappers, is_dry=settings.dry_run is not None)
         self._parts: list[RankPart] = [
             self.cut,  # first: it forms groups anew that the others use, and hears of an error before they change it
             ProcessGroups(boot.store_path, world, page),
@@ -54,10 +56,10 @@ class RankParts:
             *(load_named(name)(argument) for name, argument in boot.parts),  # before `OneFile`, which they look through
             _SetupWatch(),  # before the next, which asks it what it keeps equal
             training,
+            self.flags,  # after these two, whose errors say more
         ]
         if acts_as_one:
             self._parts += [
-                *([WholeModels(world, settings, training.wrappers)] if settings.strategy == FSDP else []),
                 ProgressBars(world),
                 MetricsOfRanks(),
                 OneTrackedRun(world, boot.store_path),

@@ -59,14 +59,18 @@ def main(words: Sequence[str]) -> NoReturn:
 
 def _watch_whole_models() -> None:
     """Have the program told if the launch is to shard models, and it trains a whole one in every rank."""
-    if (settings := RunSettings.from_env()).strategy != FSDP:
+    if RunSettings.from_env().strategy != FSDP:
         return
+    from nbaccel.launching.rank.flag_watch import FlagWatch
     from nbaccel.launching.rank.separate_trainings import note_wrappers
-    from nbaccel.launching.rank.whole_models import WholeModels
+    from nbaccel.options.flag_effects import given_flags
+    from nbaccel.options.run_options import RunOptions
 
-    wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+    world, wrappers = World.from_env(), weakref.WeakSet[Any]()
+    options = RunOptions(strategy=FSDP)
     note_wrappers(wrappers)
-    WholeModels(World.from_env(), settings, wrappers).install()
+    if world.is_distributed:
+        FlagWatch(world.rank, wrappers).watch(given_flags(options, options), speaks=world.is_main_process)
 
 
 def _run_script(path: str, *arguments: str) -> None:

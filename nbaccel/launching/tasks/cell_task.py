@@ -383,6 +383,7 @@ class CellTask(Task):
         out = None if self.leaves_all else self.out
         head: dict[str, Any] = {"source": self.source, "out": out, "result_rank": self.result_rank, "unsent": {}}
         head |= {"debugged": self.debugged, "random": self.random, "knows_ranks": self.knows_ranks}
+        head["flags"] = self.flags
         head["cells"] = {} if self.home is None else self.home.new_cells()
         head["own"] = self._own_facts()
         return self._packed(head)
@@ -449,6 +450,7 @@ class CellTask(Task):
             **head["own"],
         )
         task._unsent, task.random, task.knows_ranks = head["unsent"], head["random"], head["knows_ranks"]
+        task.flags = head["flags"]
         return task
 
     def anchored(self, name: str) -> Any:

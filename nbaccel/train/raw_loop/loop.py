@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nbaccel.base.events import Loss, emit
+from nbaccel.base.events import LoopKind, Loss, TrainingMode, emit
 from nbaccel.base.quantities import short_count
 from nbaccel.base.settings import SPLIT, RunSettings
 from nbaccel.base.world import World
@@ -227,6 +227,7 @@ class RawLoopTraining:
     def note_models(self) -> None:
         self._notices.note_models(self._averaging.models.models)
         self._passes.report_anew()
+        emit(TrainingMode(LoopKind.UNMODIFIED, is_split=self.has_split))
 
     def note_trained(self, loss: float | Tensor | None) -> None:
         """Report a backward that was averaged."""
@@ -403,6 +404,7 @@ class Notices:
                 "--batches each gives each rank batches of its own"
             )
             return
+        emit(TrainingMode(LoopKind.UNMODIFIED, is_split=True))
         batches = "its batches" if split.batches is None else f"{split.batches:,} batches"
         text = f"{split.name}: {split.why or f'each of {batches} split over {ranks} ranks'}"
         for more in (split.remark, self._models):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nbaccel.base.events import LoopEntered, Loss, emit
+from nbaccel.base.events import LoopEntered, LoopKind, Loss, TrainingMode, emit
 from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
 from nbaccel.train.raw_loop.loader_pass import LoaderPass, PassGauges, key_of
@@ -138,7 +138,9 @@ class SingleRankWatch:
             emit(LoopEntered(None, obstacle=_OF_A_TRAINER))
             self._leave()
             return real(outputs, *args, **kwargs)
-        if self._backwards == 1:
+        if self._backwards == 0:
+            emit(TrainingMode(LoopKind.UNMODIFIED))
+        elif self._backwards == 1:
             self._meet_optimizers()
         self._steps.enter()  # may raise RunStopped
         loss = _loss_of(outputs)

@@ -1,12 +1,16 @@
-"""A model that is whole in every rank, where the strategy of the run is "fsdp", is reported at its first step."""
+"""Flags that have no effect are named before the first step, by who trains: one real run for each kind of loop."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,12 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, launch
+from nbaccel.base.events import LoopKind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-
-MISSED = (
-    "NOT sharded: SGD steps a whole model in each of 2 ranks (9 parameters). The strategy fsdp is that of nbaccel's "
-)
 
 
 class Net(nn.Module):
@@ -52,15 +53,21 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def told(program: Callable[[], None]) -> list[str]:
-    """Return what `program` is told of shards in this rank."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    """Return what `program` is told of flags in this rank."""
+    with contextlib.redirect_stderr(io.StringIO()) as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         program()
-    return [text for each in caught if (text := str(each.message)).startswith("NOT sharded")]
+    return [line for line in caught.getvalue().splitlines() if line.startswith("nbaccel: ")]
 
 
-def told_rank_0(program: Callable[[], None], strategy: str | None = "fsdp") -> list[str]:
-    of_main, of_other = launch(told, 2, args=(program,), cpu=True, strategy=strategy).values
+def told_rank_0(
+    program: Callable[[], None], precision: str | None = "bf16", strategy: str | None = "fsdp"
+) -> list[str]:
+    flags = {"mixed_precision": precision, "strategy": strategy}
+    accumulate = 4 if precision else None
+    of_main, of_other = launch(
+        told, 2, args=(program,), cpu=True, gradient_accumulation_steps=accumulate, **flags
+    ).values
     assert of_other == []
     return of_main
 
@@ -109,31 +116,74 @@ def lightnings_fabric() -> None:
         optimizer.step()
 
 
+def lightnings_trainer() -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            return self.net(batch[0])["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, **quiet)
+    trainer.fit(Module(), loader())
+
+
+PRECISION, BATCHES, SHARDS = "mixed_precision='bf16'", "gradient_accumulation_steps=4", "strategy='fsdp'"
+ALL = {PRECISION, BATCHES, SHARDS}
+
+
 @pytest.mark.parametrize(
-    ("program", "who", "remedy"),
+    ("program", "kind", "lack", "instead"),
     [
-        (
-            loop_that_prepares_nothing,
-            "the loop prepares nothing",
-            "\n    model, optimizer, loader = accelerator.prepare",
-        ),
-        (ddp_of_its_own, "the program wraps its model in DistributedDataParallel", "the bare model to prepare"),
-        (accelerates_accelerator, "Accelerate's own Accelerator does not read it", "`from nbaccel import Accelerator`"),
-        (transformers_trainer, "transformers' Trainer does not read it", "TrainingArguments(fsdp=True), which needs"),
-        pytest.param(lightnings_fabric, "Lightning's Fabric does not read it", 'Fabric(strategy="fsdp"), which needs',
+        (loop_that_prepares_nothing, LoopKind.UNMODIFIED, ALL, "torch.autocast in the loop, or model, optimizer, load"),
+        (ddp_of_its_own, LoopKind.DDP, ALL, "hand the bare model to prepare, model, optimizer, loader = accelerator."),
+        (accelerates_accelerator, LoopKind.ACCELERATE, {SHARDS}, "`from nbaccel import Accelerator`"),
+        (transformers_trainer, LoopKind.TRAINER, {BATCHES, SHARDS}, "TrainingArguments(gradient_accumulation_steps=4)"),
+        pytest.param(lightnings_trainer, LoopKind.LIGHTNING, ALL, "Trainer(accumulate_grad_batches=4)",
                      marks=pytest.mark.full),
+        pytest.param(lightnings_fabric, LoopKind.FABRIC, ALL, 'Fabric(precision="bf16-mixed")', marks=pytest.mark.full),
     ],
 )  # fmt: skip
-def test_who_trains_whole_models_is_told_once_how_to_shard_them(
-    program: Callable[[], None], who: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_each_kind_of_loop_is_told_what_has_no_effect_and_what_to_write_instead(
+    program: Callable[[], None],
+    kind: LoopKind,
+    lack: set[str],
+    instead: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if program is not loop_that_prepares_nothing and program is not ddp_of_its_own:
+    if program not in (loop_that_prepares_nothing, ddp_of_its_own):
         pytest.importorskip({"t": "transformers", "l": "lightning", "a": "accelerate"}[program.__name__[0]])
-    [text] = told_rank_0(program)
-    assert text.startswith(MISSED)
-    assert who in text
-    assert remedy in text
+    lines = told_rank_0(program)
+    assert all(f" no effect above {kind}: " in line for line in lines)
+    assert {flag for flag in ALL for line in lines if flag in line.partition(" no effect ")[0]} == lack
+    assert any(f"Instead: {instead}" in line for line in lines), lines
+
+
+def trainer_of_arguments_that_the_notebook_made() -> None:
+    with patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "no"}):
+        transformers_trainer()
+
+
+def test_a_trainer_whose_arguments_have_another_precision_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    [line] = [line for line in told_rank_0(trainer_of_arguments_that_the_notebook_made, strategy=None)
+              if "mixed_precision" in line]  # fmt: skip
+    assert line == (
+        "nbaccel: mixed_precision='bf16' has no effect above transformers' Trainer: its own value wins, no. Instead: "
+        "TrainingArguments(bf16=True), made in this cell."
+    )
 
 
 def prepared(strategy: str | None = None) -> None:
@@ -171,11 +221,11 @@ def sharded_by_itself_as_the_first_version_did() -> None:
     [sharded_by_itself, prepared, sharded_by_itself_as_the_first_version_did, prepared_by_ddp_of_its_choice],
 )
 def test_who_shards_or_chooses_by_itself_is_told_nothing(program: Callable[[], None]) -> None:
-    assert told_rank_0(program) == []
+    assert told_rank_0(program, precision=None) == []
 
 
-def test_other_strategies_say_nothing() -> None:
-    assert told_rank_0(ddp_of_its_own, None) == []
+def test_without_such_flags_nothing_is_said() -> None:
+    assert told_rank_0(ddp_of_its_own, None, "ddp") == []
 
 
 @pytest.mark.parametrize("wraps", [True, pytest.param(False, marks=pytest.mark.full)])
@@ -195,5 +245,5 @@ def test_a_script_is_told_as_well(tmp_path: Path, wraps: bool) -> None:
     command = [sys.executable, "-m", "nbaccel", "launch", "-n", "2", "--cpu", "--strategy", "fsdp", "train.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count(MISSED) == 1
-    assert ("by itself: hand the bare model" if wraps else "the loop prepares nothing") in ended.stderr
+    assert ended.stderr.count("nbaccel: --strategy fsdp has no effect above ") == 1
+    assert ("out by itself. Instead: hand the bare model" if wraps else "the loop prepares nothing") in ended.stderr
