@@ -162,7 +162,7 @@ class RankResults:
             items = history.items.done
             then = f"{plural(items, 'item')} of a map {'is' if items == 1 else 'are'} done, and a map with out= goes on"
         else:
-            then = f"nothing was saved, which {checkpoint_every} does at a limit too"
+            then = f"nothing was saved, which {checkpoint_every} does at a limit too, for a prepared loop"
         return f"stopped{done} at the time limit of {said(launch_s if own is None else own.seconds)}; {then}"
 
     def close(self) -> None:
