@@ -1,6 +1,6 @@
 """Communication between the kernel and its ranks: frames, a shared page, payloads, the kernel's state. Both run it.
 
-Imports `namespace` and `base`.
+Imports `namespace`, `options` and `base`.
 """
 
 from __future__ import annotations
