@@ -359,7 +359,7 @@ class LauncherResources:
     def guard(self, line: str) -> None:
         """Send a line to the reaper, starting it if needed; see `reaper._Watch.learn` for the possible lines."""
         if line.startswith("-"):
-            self._guarded.discard(line[1:] if line.startswith("-/") else f"+{line[1:]}")
+            self._guarded.discard(line[1:] if line.startswith(("-/", "-!")) else f"+{line[1:]}")
         else:
             if line.startswith("="):
                 self._guarded = {said for said in self._guarded if not said.startswith("=")}

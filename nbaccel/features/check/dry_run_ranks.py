@@ -6,14 +6,17 @@ comes back: the variables of the notebook are as before.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import nbaccel
 from nbaccel.display.run_view import RunView
 from nbaccel.features.check.dry_run.rank_records import ORIGINALS, RECORDS, SAVES
 from nbaccel.features.check.folder_snapshot import FolderSnapshot, undo_changes
@@ -52,10 +55,12 @@ class DryRunRanks:
     def start(cls, launcher: Launcher) -> Iterator[DryRunRanks]:
         """Yield a new one; afterwards what its ranks have changed is undone.
 
-        It is removed also if this process is killed.
+        That is so also if this process is killed: the reaper does it then.
         """
         folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()  # mode 0700
+        undo = _program_that_undoes(folder)
         launcher.resources.guard(str(folder))
+        launcher.resources.guard(f"!{undo}")
         try:
             place = cls(folder)
             try:
@@ -63,6 +68,7 @@ class DryRunRanks:
             finally:
                 place._undo()  # also after an interrupt
         finally:
+            launcher.resources.guard(f"-!{undo}")
             shutil.rmtree(folder, ignore_errors=True)
             launcher.resources.guard(f"-{folder}")
 
@@ -86,6 +92,18 @@ class DryRunRanks:
         settings = replace(spec.settings, dry_run=str(self.records), checkpoint_every=None, resume=None)
         parts = ((_PROTECTED, str(self._ranks)),)
         return replace(spec, settings=settings, timeout_s=None, ends_waiting=True, parts=parts)
+
+
+def _program_that_undoes(folder: Path) -> str:
+    """Return the arguments of a process that undoes what a run has changed, as JSON."""
+    code = f"import sys; sys.path.insert(0, sys.argv[1]); from {undo_changes.__module__} import undo_changes as undo; "
+    return json.dumps(
+        [
+            sys.executable,
+            *("-c", f"{code}import pathlib; undo(pathlib.Path(sys.argv[2]))"),
+            *(str(Path(nbaccel.__file__).parents[1]), str(folder / "ranks" / ORIGINALS)),
+        ]
+    )
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:

@@ -11,6 +11,7 @@ It runs as a script (`python -S -E reaper.py PIDFD SOCKET`); ranks and the kerne
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -150,19 +151,28 @@ def _files_of(pid: int) -> set[str]:
 
 
 class _Watch:
-    """The orders that the reaper has received: the sessions to end and the folders to remove."""
+    """The orders that the reaper has received: the sessions to end, the programs to run, and the folders to remove."""
 
     def __init__(self) -> None:
         self.leaders: set[int] = set()
         self.grace_s = 0.0
         self.folders: set[str] = set()
+        self.programs: set[str] = set()
 
     def learn(self, line: str) -> None:
-        """Take one line: `+pid`, `-pid` add and drop a session; `/path`, `-/path` a folder; `=20` grants 20 seconds."""
+        """Take one line.
+
+        `+pid`, `-pid` add and drop a session, `/path`, `-/path` a folder, `!argv`, `-!argv` a program (its arguments as
+        JSON), and `=20` grants 20 seconds.
+        """
         if line.startswith("/"):
             self.folders.add(line)
         elif line.startswith("-/"):
             self.folders.discard(line[1:])
+        elif line.startswith("!"):
+            self.programs.add(line[1:])
+        elif line.startswith("-!"):
+            self.programs.discard(line[2:])
         elif line.startswith("="):
             self.grace_s = float(line[1:])
         elif line.startswith("+"):
@@ -174,6 +184,10 @@ class _Watch:
         if self.leaders:
             self._wait_for_last_checkpoints()
             kill_session(*self.leaders, wait_s=5.0)
+        for program in self.programs:  # before their folders go
+            with contextlib.suppress(OSError, ValueError):
+                arguments = json.loads(program)
+                os.waitpid(os.posix_spawn(arguments[0], arguments, os.environ), 0)
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from environments import NEWEST
+from fixtures.kernels import Kernels
 from kernel.harness import Cell, RealKernel, accelerate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -620,3 +622,28 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel, t
     finally:
         kernel.do("tempfile.tempdir = None")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.sample(1)
+def test_a_kernel_that_is_killed_during_a_check_leaves_files_as_they_were(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("%load_ext nbaccel")
+    scores = kernel.folder / "scores.txt"
+    scores.write_text("of last night")
+    kernel.begin(
+        "%%accelerate --check -n 1\n"
+        "import time\n"
+        "with open('scores.txt', 'w') as file:\n"
+        "    file.write('of a check')\n"
+        "open('new.txt', 'w').close()\n"
+        "time.sleep(1000)"
+    )
+    until = time.monotonic() + 60
+    while not (kernel.folder / "new.txt").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert scores.read_text() == "of a check"
+    kernel.kill()
+    while (kernel.folder / "new.txt").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert scores.read_text() == "of last night"
+    assert kernel.survivors(within_s=1.0) == {}
