@@ -31,7 +31,7 @@ _KINDS = (
     ("lightning.fabric", LoopKind.FABRIC),
     ("lightning_fabric", LoopKind.FABRIC),
     ("accelerate", LoopKind.ACCELERATE),
-    ("nbaccel", LoopKind.PREPARED),
+    ("nbaccel.train.prepare", LoopKind.PREPARED),
 )
 """Beginnings of a module's name, and what it means that its functions are being called. The first one counts, since
 others are below it."""

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, launch
 from nbaccel.base.events import LoopKind
+from nbaccel.utils import find_executable_batch_size
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -75,6 +76,11 @@ def told_rank_0(
 def loop_that_prepares_nothing() -> None:
     model = Net()
     train(model, sgd(model))
+
+
+@find_executable_batch_size(starting_batch_size=2)
+def loop_below_a_function_of_ours(batch_size: int) -> None:
+    loop_that_prepares_nothing()
 
 
 def ddp_of_its_own() -> None:
@@ -143,6 +149,7 @@ ALL = {PRECISION, BATCHES, SHARDS}
     ("program", "kind", "lack", "instead"),
     [
         (loop_that_prepares_nothing, LoopKind.UNMODIFIED, ALL, "torch.autocast in the loop, or model, optimizer, load"),
+        (loop_below_a_function_of_ours, LoopKind.UNMODIFIED, ALL, "torch.autocast in the loop"),
         (ddp_of_its_own, LoopKind.DDP, ALL, "hand the bare model to prepare, model, optimizer, loader = accelerator."),
         (accelerates_accelerator, LoopKind.ACCELERATE, {SHARDS}, "`from nbaccel import Accelerator`"),
         (transformers_trainer, LoopKind.TRAINER, {BATCHES, SHARDS}, "TrainingArguments(gradient_accumulation_steps=4)"),
@@ -160,7 +167,7 @@ def test_each_kind_of_loop_is_told_what_has_no_effect_and_what_to_write_instead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if program not in (loop_that_prepares_nothing, ddp_of_its_own):
+    if program not in (loop_that_prepares_nothing, loop_below_a_function_of_ours, ddp_of_its_own):
         pytest.importorskip({"t": "transformers", "l": "lightning", "a": "accelerate"}[program.__name__[0]])
     lines = told_rank_0(program)
     assert all(f" no effect above {kind}: " in line for line in lines)
