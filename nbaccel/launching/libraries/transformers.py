@@ -6,10 +6,7 @@ a few times per second. `evaluate` and `predict` are shown as evaluations, also 
 
 from __future__ import annotations
 
-import functools
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from nbaccel.base.events import LoopKind, Loss, Metric, Progress, TrainingMode, emit
@@ -29,15 +26,8 @@ def add_callback(trainer: Any) -> bool:
         return False
     # Every trainer has callbacks (that of the default flow at least), and their base is the class to build on.
     base = next(kind for callback in callbacks for kind in type(callback).__mro__ if kind.__name__ == "TrainerCallback")
-    own = type("NbaccelReports", (TransformersCallback, base), {})()
-    own.precision = functools.partial(_precision_of, weakref.ref(trainer))
-    trainer.add_callback(own)
+    trainer.add_callback(type("NbaccelReports", (TransformersCallback, base), {})())
     return True
-
-
-def _precision_of(trainer: Callable[[], Any]) -> str | None:
-    precision = getattr(getattr(trainer(), "accelerator", None), "mixed_precision", None)
-    return None if precision is None else str(precision)
 
 
 def remove_callback(trainer: Any) -> None:
@@ -56,12 +46,10 @@ class TransformersCallback:
     _heard_at: float | None = None
     """Time of the training's last report: an evaluation in it began then, but is reported batches later."""
 
-    precision: Callable[[], str | None] = staticmethod(lambda: None)
-    """Returns the precision in which the trainer computes; None where that is not known."""
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        precision = self.precision()
-        emit(TrainingMode(LoopKind.TRAINER, in_force={} if precision is None else {"mixed_precision": precision}))
+        # Accelerate's optimizer, which the trainer has prepared, knows the precision in which it computes.
+        precision = getattr(getattr(kwargs.get("optimizer"), "accelerator_state", None), "mixed_precision", None)
+        emit(TrainingMode(LoopKind.TRAINER, in_force={} if precision is None else {"mixed_precision": str(precision)}))
         self._boundaries = StepBoundaries(state.global_step)
         self._training = TrainerProgress(lambda: _progress(args, state), state.global_step)
 
