@@ -31,7 +31,6 @@ _KINDS = (
     ("lightning.fabric", LoopKind.FABRIC),
     ("lightning_fabric", LoopKind.FABRIC),
     ("accelerate", LoopKind.ACCELERATE),
-    ("nbaccel.train.prepare", LoopKind.PREPARED),
 )
 """Beginnings of a module's name, and what it means that its functions are being called. The first one counts, since
 others are below it."""
@@ -175,6 +174,9 @@ def _kind_of(modules: Iterator[str], wrappers: Collection[str]) -> LoopKind | No
     for beginning, kind in _KINDS:
         if any(module == beginning or module.startswith(f"{beginning}.") for module in called):
             return kind
+    caller = next((module for module in called if module.partition(".")[0] != "torch"), "")
+    if caller.startswith("nbaccel."):  # a prepared optimizer steps the program's
+        return LoopKind.PREPARED
     return LoopKind.DDP if wrappers else None
 
 
