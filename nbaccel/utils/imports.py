@@ -75,16 +75,17 @@ __all__ = [
 
 
 @functools.cache
-def _installed(package: str) -> Callable[[], bool]:
+def _installed(package: str, name: str = "") -> Callable[[], bool]:
     @functools.cache
     def is_installed() -> bool:
         return importlib.util.find_spec(package) is not None
 
+    is_installed.__qualname__ = is_installed.__name__ = name or f"is_{package}_available"  # pickle finds it by that
     is_installed.__doc__ = f"Return whether the package {package} is installed; it is not imported."
     return is_installed
 
 
-is_4bit_bnb_available = is_8bit_bnb_available = _installed("bitsandbytes")
+is_4bit_bnb_available = is_8bit_bnb_available = _installed("bitsandbytes", "is_4bit_bnb_available")
 
 
 is_datasets_available = _installed("datasets")
@@ -160,7 +161,7 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
-        return _installed(_PACKAGES[name])
+        return _installed(_PACKAGES[name], name)
     if name in __all__:
         return _unknown_device
     return _missing(name)

@@ -37,7 +37,7 @@ def when_loaded(actions: Mapping[str, _Action]) -> None:
 @contextmanager
 def when_loaded_meanwhile(actions: Mapping[str, _Action]) -> Iterator[None]:
     """Do the same as `when_loaded`, but only for modules that are imported before the block ends."""
-    finder = _Finder()
+    finder = _FinderForNow()
     sys.meta_path.insert(0, finder)
     finder.add(actions)
     try:
@@ -65,17 +65,25 @@ class _Finder(MetaPathFinder):
         actions = self._actions.pop(name, None)  # the search below calls this method again
         if actions is None:
             return None
-        spec = find_spec(name)
+        try:
+            spec = find_spec(name)
+        finally:
+            self._actions[name] = actions  # a program may only look whether there is such a module
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, actions)
+            spec.loader = _Loader(spec.loader, name, self._actions)
         return spec
 
 
-class _Loader(Loader):
-    """Another loader, and actions after it."""
+class _FinderForNow(_Finder):
+    """A finder of one block: nobody else adds to it."""
 
-    def __init__(self, loader: Loader, actions: Sequence[_Action]) -> None:
+
+class _Loader(Loader):
+    """Another loader, and the actions for its module after it."""
+
+    def __init__(self, loader: Loader, name: str, actions: dict[str, list[_Action]]) -> None:
         self._loader = loader
+        self._name = name
         self._actions = actions
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -83,7 +91,7 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        for action in self._actions:
+        for action in self._actions.pop(self._name, ()):
             with suppress(Exception):  # see above
                 action(module)
 

@@ -1,7 +1,7 @@
 """The reaper: one small process per kernel that ends the ranks when the kernel dies. Standard library only.
 
-Ranks watch the kernel themselves (`watch.py`), but a Python thread needs its interpreter's lock, and a rank can hold
-that for minutes inside C. The reaper is the second safeguard: it waits on the kernel's pidfd and then kills every
+Ranks watch the kernel themselves (`rank/lifetime`), but a Python thread needs its interpreter's lock, and a rank can
+hold that for minutes inside C. The reaper is the second safeguard: it waits on the kernel's pidfd and then kills every
 session that it was told about, with all descendants. It runs in its own session, which Jupyter's kill of the kernel's
 process group does not reach.
 

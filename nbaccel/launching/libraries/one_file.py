@@ -47,7 +47,7 @@ _LONGEST_DELAY_S = 2.0
 """Seconds that rank 0 may be late for a save that the ranks have in common."""
 _POLL_S = 0.005
 _BEGUN, _DONE, _READ, _MADE, _OPENED, _TOLD = "begun", "done", "read", "made", "opened", "told"
-_REMOVED, _GONE, _PASSED, _HELD = "removed", "gone", "passed", "held"
+_REMOVED, _GONE, _PASSED, _HELD, _MOVED = "removed", "gone", "passed", "held", "moved"
 _MOST_REMOVED = 1000
 """Number of a rank's removals that are told to the others: each is a line of the journal."""
 _MOST_OPENED = 100
@@ -191,15 +191,15 @@ class _Writer:
         with ExitStack() as stack:
             for each in below:
                 stack.enter_context(self._journal.lock(each, fcntl.LOCK_EX))  # a rank that loads it comes to its end
+                self._removed[each] += 1
+                number = self._removed[each]
                 with suppress(OSError):
                     descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
-                    self._removed[each] += 1
-                    self._held.append((each, self._removed[each], descriptor))
-                    self._journal.note(
-                        f"{_HELD}:{zlib.crc32(os.fsencode(each))}:{self._removed[each]}",
-                        f"/proc/{os.getpid()}/fd/{descriptor}",
-                    )
-                    self._journal.note(_REMOVED, each)  # before it is gone
+                    self._held.append((each, number, descriptor))
+                    self._journal.note(_of(_HELD, each, number), f"/proc/{os.getpid()}/fd/{descriptor}")
+                if target is not None:
+                    self._journal.note(_of(_MOVED, each, number), _moved(path, [each], target)[0])
+                self._journal.note(_REMOVED, each)  # before it is gone
             try:
                 return removes()
             finally:
@@ -289,7 +289,7 @@ class _Follower:
         with self._journal.lock(path, fcntl.LOCK_SH):
             number = self._removed[path] + 1
             if self._journal.count(_REMOVED, path) >= number:  # rank 0 has, and this rank comes to it later
-                held = self._journal.last(f"{_HELD}:{zlib.crc32(os.fsencode(path))}:{number}")
+                held = self._journal.last(_of(_HELD, path, number))
                 if held and os.path.exists(held):
                     return loads(held)
             return loads()
@@ -301,12 +301,19 @@ class _Follower:
         for each in below:
             self._removed[each] += 1
             self._journal.note(_PASSED, each)
-        self._saved.update(_moved(path, below, target))
         if not _wait(
             lambda: all(self._journal.count(_GONE, each) >= self._removed[each] for each in below), _LONGEST_WAIT_S
         ):
             return removes()
-        return None
+        for each in below:  # where rank 0 has moved them: it has looked whether the target was a folder
+            if where := self._journal.last(_of(_MOVED, each, self._removed[each])):
+                self._saved[where] += 1
+        return target
+
+
+def _of(what: str, path: str, number: int) -> str:
+    """Return what is noted of the `number`-th removal of `path`."""
+    return f"{what}:{zlib.crc32(os.fsencode(path))}:{number}"
 
 
 def _free_bytes(descriptor: int) -> int:
@@ -432,12 +439,13 @@ def _wrap_mkdir(folders: _Folders) -> None:
 def _wrap_removals(files: _Files) -> None:
     for module, name in ((os, "remove"), (os, "unlink"), (shutil, "rmtree")):
         setattr(module, name, _removing(getattr(module, name), files))
-    for name in ("rename", "replace"):
-        setattr(os, name, _removing(getattr(os, name), files, moves=True))
+    for module, name in ((os, "rename"), (os, "replace"), (shutil, "move")):
+        setattr(module, name, _removing(getattr(module, name), files, moves=True))
 
 
 def _removing(real: Callable[..., Any], files: _Files, moves: bool = False) -> Callable[..., Any]:
     """Return `real`, which removes or moves its first argument, called through `files` for programs."""
+    moves_into = real is shutil.move
 
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -449,12 +457,14 @@ def _removing(real: Callable[..., Any], files: _Files, moves: bool = False) -> C
         known = ("shutil.", "tempfile.", "multiprocessing.", *_KNOW_RANKS)
         if not isinstance(path, (str, os.PathLike)) or "dir_fd" in kwargs or caller.startswith(known):
             return real(*args, **kwargs)
+        path = os.path.abspath(os.fsdecode(path))
         target = (args[1] if len(args) > 1 else kwargs.get("dst")) if moves else None
-        return files.remove(
-            os.path.abspath(os.fsdecode(path)),
-            partial(real, *args, **kwargs),
-            None if target is None else os.path.abspath(os.fsdecode(target)),
-        )
+        if target is not None:
+            target = os.path.abspath(os.fsdecode(target))
+            if moves_into and os.path.isdir(target):
+                target = os.path.join(target, os.path.basename(path))
+        found = files.remove(path, partial(real, *args, **kwargs), target)
+        return found if moves_into else None
 
     return call
 

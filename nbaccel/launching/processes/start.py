@@ -186,7 +186,7 @@ class ForkStart:
                 others = {getattr(other, name) for other in boots for name in WorkerBoot.FDS} - own
                 run_rank(
                     boot,
-                    parts,
+                    lambda: parts,
                     lambda: task,
                     [*close_fds, *others],
                     is_fork=True,

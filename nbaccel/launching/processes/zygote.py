@@ -302,4 +302,4 @@ def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> 
         task: Task = load_named(message["task"]).unpack(task_fd)
         return task
 
-    run_rank(boot, RankParts(boot), make_task, zygote_fds, is_fork=False)
+    run_rank(boot, lambda: RankParts(boot), make_task, zygote_fds, is_fork=False)

@@ -61,7 +61,7 @@ _BROKEN = 70
 
 def run_rank(
     boot: WorkerBoot,
-    parts: RankParts,
+    make_parts: Callable[[], RankParts],
     make_task: Callable[[], Task],
     close_fds: Sequence[int],
     is_fork: bool,
@@ -71,7 +71,7 @@ def run_rank(
 ) -> NoReturn:
     """Run rank `boot.world.rank` until the end of the process.
 
-    parts: those of this rank; in a fork they were made in the kernel, where that copies no pages.
+    make_parts: returns those of this rank; in a fork they were made in the kernel, where that copies no pages.
     make_task: builds the task; called after the prologue, so that user code in it already runs in the rank's
     environment.
     close_fds: descriptors of the kernel that this process holds copies of.
@@ -87,7 +87,7 @@ def run_rank(
         watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
         watch.start()
         raise_oom_score()
-        rank = _Rank(boot, parts, close_fds, is_fork, watch, written)  # by name: its open socket would warn
+        rank = _Rank(boot, make_parts(), close_fds, is_fork, watch, written)  # by name: its open socket would warn
         LostThreads(boot.world.rank, lost_threads, rank.interrupt.raise_in_main).start()
         code = rank.live(make_task)
     except BaseException:

@@ -107,9 +107,10 @@ class _SetupWatch(RankPart):
 
     def facts(self, status: str, results: Results) -> dict[str, Any]:
         """Return the names of values that the program made for one batch, and whether it failed on a part of one."""
-        if self._running is None or (watch := self._running.watch) is None:
+        running, self._running = self._running, None  # a rank that waits for its next task holds nothing of this one
+        if running is None or (watch := running.watch) is None:
             return {}
-        namespace, of_batches = self._running.task.namespace or {}, []
+        namespace, of_batches = running.task.namespace or {}, []
         for name in results.facts.get("checksums", {}):
             with contextlib.suppress(Exception):  # a class of the user's may raise anything
                 if watch.is_of_batch(parameters_of(plain(namespace[name]))):

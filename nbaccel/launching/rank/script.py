@@ -7,7 +7,7 @@ The end is left out because torch does not survive it (2.13). Threads of its glo
 tensors some time after it, and need the interpreter's lock for that. If the interpreter is ending meanwhile, it ends
 the thread inside a C++ destructor, and the process aborts: "terminate called without an active exception", exit status
 -6, after all work is done; this also happens under torchrun. The steps that a program may rely on are done: threads are
-joined, `atexit` handlers run, streams are flushed. Ranks of notebooks end in the same way, see `worker`.
+joined, `atexit` handlers run, streams are flushed. Ranks of notebooks end in the same way, see `rank/lifetime`.
 """
 
 from __future__ import annotations

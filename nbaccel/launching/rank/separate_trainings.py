@@ -80,7 +80,7 @@ class OneTraining(RankPart):
         self._has_said = False  # the notice that all ranks do the same
         self._was_warned = False
         self._refused: NotPrepared | None = None
-        self._by_hand = UpdatesByHand(self)
+        self._by_hand = UpdatesByHand(weakref.proxy(self))  # the kernel, which makes it, drops it at once
         self._equal_watch: TaskWatch | None = None
 
     def install(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sysconfig
 import tempfile
 import time
@@ -80,10 +81,11 @@ def test_a_saved_file_that_is_moved_is_still_rank_0s(tmp_path: Path, late: int) 
             os.rename(f"epoch{epoch}/model.pt", dst=f"epoch{epoch}/best.pt")
             time.sleep(0.1 * (rank == late))
             found.append(torch.load(f"epoch{epoch}/best.pt"))
-            Path(f"epoch{epoch}/best.pt").rename("last.pt")
-        return [*found, torch.load("last.pt")]
+            shutil.move(f"epoch{epoch}", "kept" if epoch else "first")
+            Path("kept").mkdir(exist_ok=True)
+        return [*found, *(torch.load(f"{place}/best.pt") for place in ("first", "kept/epoch1", "kept/epoch2"))]
 
-    assert [values for values, _ in _in_ranks(tmp_path, loop)] == [[0, 0, 1, 1, 2, 2, 2]] * 2
+    assert [values for values, _ in _in_ranks(tmp_path, loop)] == [[0, 0, 1, 1, 2, 2, 0, 1, 2]] * 2
 
 
 def test_a_file_that_no_rank_has_removed_is_missed_by_all(tmp_path: Path) -> None:
