@@ -23,6 +23,7 @@ from nbaccel.features.check.folder_snapshot import FolderSnapshot, undo_changes
 from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.processes.interaction import uninterrupted
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.output.screens import SilentScreen
@@ -61,16 +62,17 @@ class DryRunRanks:
         undo = _program_that_undoes(folder)
         launcher.resources.guard(str(folder))
         launcher.resources.guard(f"!{undo}")
+        place = None
         try:
             place = cls(folder)
-            try:
-                yield place
-            finally:
-                place._undo()  # also after an interrupt
+            yield place
         finally:
-            launcher.resources.guard(f"-!{undo}")
-            shutil.rmtree(folder, ignore_errors=True)
-            launcher.resources.guard(f"-{folder}")
+            with uninterrupted():  # another interrupt would remove originals of files that are not back yet
+                if place is not None:
+                    place._undo()  # also after an interrupt
+                launcher.resources.guard(f"-!{undo}")
+                shutil.rmtree(folder, ignore_errors=True)
+                launcher.resources.guard(f"-{folder}")
 
     def changed_files(self) -> list[str]:
         """Undo what the run has changed, as far as that is known, and return the files that are not as before."""
@@ -79,7 +81,9 @@ class DryRunRanks:
 
     def _undo(self) -> set[str]:
         """Undo what can be; return the paths of files that are as before now."""
-        return {*undo_changes(self._ranks / ORIGINALS), *self._snapshot.put_back()}
+        with uninterrupted():  # a file may be half written
+            # First what has a second name: what the notebook has open is the same file then.
+            return {*self._snapshot.put_back(), *undo_changes(self._ranks / ORIGINALS)}
 
     def spec(self, plan: LaunchPlan, task: CellTask, cell: CellTask, setup: str | None) -> LaunchSpec:
         """Return the spec of a run of `task`, which runs what `cell` would run.

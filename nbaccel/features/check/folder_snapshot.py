@@ -140,7 +140,7 @@ def _put_into_place(kept: str, path: str) -> None:
             known = os.lstat(path)
             os.chown(beside, known.st_uid, known.st_gid, follow_symlinks=False)
         os.replace(beside, path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             os.unlink(beside)
         raise

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nbaccel.features.check import folder_snapshot
 from nbaccel.features.check.dry_run_ranks import DryRunRanks, free_bytes, interrupted
 
 
@@ -58,6 +60,24 @@ def test_an_interrupted_run_puts_files_back(home: Path, launcher: Any) -> None:
         raise KeyboardInterrupt
     assert (home / "old.txt").read_text() == "old"
     assert (home / "gone.txt").read_text() == "gone"
+
+
+def test_interrupts_while_files_are_put_back_wait_until_they_are(
+    home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = folder_snapshot._put_into_place
+
+    def put_into_place(*args: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        real(*args)
+
+    monkeypatch.setattr(folder_snapshot, "_put_into_place", put_into_place)
+    with pytest.raises(KeyboardInterrupt), DryRunRanks.start(launcher) as place:
+        change(place, home)
+        place.changed_files()  # and once more when the place is left
+    assert (home / "old.txt").read_text() == "old"
+    assert sorted(path.name for path in home.iterdir()) == ["gone.txt", "new.txt", "old.txt"]
+    assert not place.records.exists()
 
 
 def test_an_interrupt_names_what_has_changed() -> None:
