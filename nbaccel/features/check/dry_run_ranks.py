@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import nbaccel
 from nbaccel.display.run_view import RunView
 from nbaccel.features.check.dry_run.rank_records import ORIGINALS, RECORDS, SAVES
 from nbaccel.features.check.folder_snapshot import FolderSnapshot, undo_changes
@@ -105,7 +104,7 @@ def _program_that_undoes(folder: Path) -> str:
         [
             sys.executable,
             *("-c", f"{code}import pathlib; undo(pathlib.Path(sys.argv[2]))"),
-            *(str(Path(nbaccel.__file__).parents[1]), str(folder / "ranks" / ORIGINALS)),
+            *(str(Path(__file__).parents[3]), str(folder / "ranks" / ORIGINALS)),
         ]
     )
 
