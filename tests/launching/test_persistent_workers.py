@@ -540,6 +540,7 @@ def test_rank_0_is_given_the_time_that_an_abort_takes_before_the_others_leave(he
     for member in (first, other):
         member.has_ended, member.released_at = False, None
         member.interrupt = member.kill = member.release = lambda *args: None
+        member.process = SimpleNamespace(queued_s=lambda: 0.0)
     if hears:
         page.hear_cuts(0)
     untangling = shutdown.RecoverPersistent([first, other], 100.0, page)  # type: ignore[list-item]

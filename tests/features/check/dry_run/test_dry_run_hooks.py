@@ -244,7 +244,8 @@ def test_ranks_split_the_same_batches(workers: int, begins_late: bool, tmp_path:
     first, second = run_ranks(2, raw, tmp_path, "split", 2, workers, begins_late)
     assert first[1] == second[1]
     assert [kind for _, kind in first[1][0]] == ["between", "longest", "between", "last"], "two are cut unevenly"
-    assert [len(batches) for batches in first[1]] == [4, 11]
+    one, more = (len(batches) for batches in first[1])
+    assert one == 4 < more <= 11, "as many as fit into a time, for the forecast"
     assert first[0][0] == second[0][0], "the first batch is whole"
     longest = first[0][1] + second[0][1]
     assert len(longest) == 4
