@@ -250,7 +250,8 @@ def setup_rank(namespace: dict[str, Any]) -> None:
 def setup_reading_rank(namespace: dict[str, Any]) -> None:
     """The same, where a rank's values are read behind all that is queued, as those on a device are."""
     setup_rank(namespace)
-    from nbaccel.launching.rank import main
+    from nbaccel.launching.rank import task_report
+    from nbaccel.launching.tasks.cell_task import CellTask
 
     def after_all(read: Callable[..., Any]) -> Callable[..., Any]:
         def wait_and_read(*args: Any, **kwargs: Any) -> Any:
@@ -260,8 +261,8 @@ def setup_reading_rank(namespace: dict[str, Any]) -> None:
 
         return wait_and_read
 
-    main._results_of = after_all(main._results_of)
-    main.pack_what_can_travel = after_all(main.pack_what_can_travel)
+    CellTask.results = after_all(CellTask.results)  # type: ignore[method-assign]
+    task_report.pack_what_can_travel = after_all(task_report.pack_what_can_travel)
 
 
 def world() -> DeviceLike:
