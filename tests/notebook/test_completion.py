@@ -74,7 +74,7 @@ def test_help_for_the_accelerator_is_that_of_its_class(planned: Any) -> None:
     shown = planned.shell.object_inspect_mime("accelerator.backward")["text/plain"]
     assert "accelerator.backward(loss: " in shown.replace("\n", "")
     assert "scaled for fp16 and divided by the length of the accumulation window" in shown
-    assert "Trains one model on every process" in planned.run("accelerator?").stdout
+    assert "Train one model on every process" in planned.run("accelerator?").stdout
     assert planned.run("accelerator.nothing_of_it?").stdout.strip() == "Object `accelerator.nothing_of_it` not found."
     assert "accelerator" not in planned.names
 
