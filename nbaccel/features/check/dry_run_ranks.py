@@ -76,7 +76,7 @@ class DryRunRanks:
     def changed_files(self) -> list[str]:
         """Undo what the run has changed, as far as that is known, and return the files that are not as before."""
         undone = self._undo()
-        return [path for path in self._snapshot.changed() if path not in undone]
+        return [path for path in self._snapshot.changed() if not (path in undone and self._snapshot.has(path))]
 
     def _undo(self) -> set[str]:
         """Undo what can be; return the paths of files that are as before now."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from nbaccel.base.quantities import plural
-from nbaccel.features.check.dry_run.rank_records import NEW_FOLDERS, NONE
+from nbaccel.features.check.dry_run.rank_records import INODES, NEW_FOLDERS, NONE, inode_of
 from nbaccel.features.check.dry_run.redirection import Redirection
 
 __all__ = ["FolderSnapshot", "undo_changes"]
@@ -79,6 +80,10 @@ class FolderSnapshot:
             told.append(f"{self.folder} holds more than {looked_at}; new ones are not listed")
         return told
 
+    def has(self, path: str) -> bool:
+        """Return whether there was a file at a path."""
+        return path in self._files
+
     def put_back(self) -> list[str]:
         """Put back files that are gone; return their paths."""
         done = []
@@ -95,29 +100,30 @@ class FolderSnapshot:
 def undo_changes(originals: Path) -> list[str]:
     """Put back the files whose originals ranks have kept below `originals`, and remove what they have made.
 
+    What the notebook has open is the same file afterwards, unless a rank has put another one into its place.
+
     Return the paths of files that are as before now.
     """
     places, done = Redirection(str(originals)), []
+    inodes = {path: inode for inode, path in (line.split(" ", 1) for line in _lines(originals.with_name(INODES)))}
     for parent, folders, names in os.walk(os.path.realpath(originals)):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         for kept in (os.path.join(parent, name) for name in sorted([*names, *links])):
             path = places.original(kept)
             with suppress(OSError):  # it stays among those that have changed
                 if os.path.islink(kept) and os.readlink(kept) == NONE:
-                    (shutil.rmtree if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
+                    os.unlink(path)
                 elif not _is_alike(kept, path):
-                    _put_into_place(kept, path)
+                    _put_into_place(kept, path, inodes.get(path))
                 else:
                     continue
                 done.append(path)
         if not (folders or names):
             with suppress(OSError):  # as above
                 os.makedirs(places.original(parent), exist_ok=True)
-    with suppress(FileNotFoundError):
-        new_folders = map(os.fsdecode, originals.with_name(NEW_FOLDERS).read_bytes().splitlines())
-        for folder in sorted(new_folders, key=len, reverse=True):
-            with suppress(OSError):  # it is gone, or not empty
-                os.rmdir(folder)
+    for folder in sorted(_lines(originals.with_name(NEW_FOLDERS)), key=len, reverse=True):
+        with suppress(OSError):  # it is gone, or not empty
+            os.rmdir(folder)
     return done
 
 
@@ -126,12 +132,27 @@ def _is_alike(kept: str, path: str) -> bool:
         before, now = os.lstat(kept), os.lstat(path)
         if os.path.islink(kept) or os.path.islink(path):
             return os.readlink(kept) == os.readlink(path)
-        return (before.st_mtime_ns, before.st_size) == (now.st_mtime_ns, now.st_size)
+        return (before.st_mtime_ns, before.st_size, before.st_mode) == (now.st_mtime_ns, now.st_size, now.st_mode)
     return False
 
 
-def _put_into_place(kept: str, path: str) -> None:
-    """Copy a file beside `path` first, so that a full disk leaves what is there."""
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a file to which ranks append; none if there is no file."""
+    with suppress(FileNotFoundError):
+        return os.fsdecode(file.read_bytes()).split("\n")[:-1]
+    return []
+
+
+def _put_into_place(kept: str, path: str, inode: str | None) -> None:
+    """Give a file its content back; if another one is in its place, copy beside it first.
+
+    Args:
+        inode: That of the file that was there, which the notebook may have open; None if it is not known.
+    """
+    with suppress(OSError):  # it is gone, nobody may write it, or the disk is full
+        if inode == inode_of(os.lstat(path)):
+            _rewrite(kept, path)
+            return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     beside = f"{path}.nbaccel-{os.getpid()}"
     try:
@@ -144,6 +165,21 @@ def _put_into_place(kept: str, path: str) -> None:
         with suppress(OSError):
             os.unlink(beside)
         raise
+
+
+def _rewrite(kept: str, path: str) -> None:
+    """Copy a file into another one, once it is sure that the disk has room for that."""
+    with open(kept, "rb") as source, open(path, "r+b") as target:
+        size, before = os.fstat(source.fileno()).st_size, os.fstat(target.fileno()).st_size
+        try:
+            if size and sys.platform == "linux":
+                os.posix_fallocate(target.fileno(), 0, size)
+        except OSError:
+            target.truncate(before)
+            raise
+        shutil.copyfileobj(source, target)
+        target.truncate()
+    shutil.copystat(kept, path)
 
 
 def _state(known: os.stat_result) -> _State:

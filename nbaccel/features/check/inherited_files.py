@@ -32,9 +32,9 @@ _SHARED = re.compile(r"(\w+)-(\w+) (r?)-?w(.)s (\w+) \S+ \d+ +(/.*)")
 
 def part_from_inherited_files(folder: Path) -> None:
     """Let this process have its own copies of them, in `folder`, where they have no name."""
-    temporary = os.path.realpath(tempfile.gettempdir())
+    temporary, home = os.path.realpath(tempfile.gettempdir()), os.getcwd()
     for file in regular_files():
-        if not file.is_read and not is_of_this_project(file.path, temporary):
+        if not file.is_read and not is_of_this_project(file.path, temporary, home):
             with suppress(OSError):  # it was closed meanwhile
                 _copy(file.number, folder)
     with (
@@ -43,7 +43,7 @@ def part_from_inherited_files(folder: Path) -> None:
     ):
         lines = maps.read().split("\n")  # only a line feed ends a line: a path may have other characters
         for found in filter(None, map(_SHARED.fullmatch, lines)):
-            if not found[6].startswith(_NOT_FILES) and not is_of_this_project(found[6], temporary):
+            if not found[6].startswith(_NOT_FILES) and not is_of_this_project(found[6], temporary, home):
                 with suppress(FileNotFoundError):  # it was removed: the notebook sees what this rank writes
                     _map_privately(found)
 

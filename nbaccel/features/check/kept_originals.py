@@ -2,7 +2,8 @@
 
 Python tells of a file before it opens it for writing, renames it or removes it. Then it is copied to the folder of the
 run, by the first rank that changes it; of a file or folder that did not exist, a note is taken. The kernel puts the
-copies back, and removes what is new: `check/folder_snapshot.py`. A file of which there can be no copy is not changed.
+copies back, and removes what is new: `check/folder_snapshot.py`. A file of which there can be no copy, for its size or
+for an error, is not changed.
 
 Not covered: what libraries write without Python, such as HDF5; and what libraries write into hidden folders and among
 the temporary files, where their caches are.
@@ -17,10 +18,11 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from nbaccel.base.quantities import amount
-from nbaccel.features.check.dry_run.rank_records import NEW_FOLDERS, NONE
+from nbaccel.features.check.dry_run.rank_records import INODES, NEW_FOLDERS, NONE, inode_of
 from nbaccel.features.check.dry_run.redirection import Redirection
 from nbaccel.features.check.unrun_statements import UnrunStatements, line_of_user
 from nbaccel.launching.libraries.one_file import is_private_file
@@ -35,6 +37,10 @@ _MOST_BYTES, _MOST_FILES = 4 << 30, 10_000
 
 _COPIED_BYTES = 1 << 30
 """Bytes of one call that copies."""
+
+
+_OF_THIS_PROJECT = ("nbaccel-check-", "nbaccel-logs-", "nbaccel-map-", "nbaccel-run-")
+"""Beginnings of the names of its folders for temporary files."""
 
 
 class CannotBeUndone(OSError):
@@ -80,8 +86,14 @@ class KeptOriginals:
         elif event == "shutil.rmtree":
             self._keep_tree(args[0])
         elif event == "os.rename":
+            self._keep_moved(*args)
+        elif event == "os.chmod":
+            self._keep(args[0], args[2], follows=True)
+        elif event == "os.symlink":
+            self._keep(args[1], args[2], makes=True)
+        elif event == "os.link":  # what is written by the new name changes the file
             self._keep(args[0], args[2])
-            self._keep(args[1], args[3], makes=True)
+            self._keep(args[1], args[3], makes=args[2] != -1 or os.path.lexists(args[0]))
 
     def why_not_removed(self, given: str, moves: bool) -> str:
         """Return why the file or folder at a path cannot be put back, as a sentence; empty if it can.
@@ -90,7 +102,11 @@ class KeptOriginals:
             moves: It is to be moved, not removed.
         """
         path = self._whole(given)
-        if not os.path.lexists(path) or is_of_this_project(path, self._temporary) or self._is_made_here(path):
+        if (
+            not os.path.lexists(path)
+            or is_of_this_project(path, self._temporary, self._home)
+            or self._is_made_here(path)
+        ):
             return ""
         is_folder = os.path.isdir(path) and not os.path.islink(path)
         what = f"it {'moves' if moves else 'removes'} {'the folder ' if is_folder else ''}{path}"
@@ -114,11 +130,13 @@ class KeptOriginals:
         if dir_fd != -1 or not isinstance(given, (str, bytes, os.PathLike)):
             return
         try:
-            path = os.path.abspath(os.fsdecode(given))
-            if path in self._known or not (makes or os.path.lexists(path)):
+            path = os.fsdecode(given)
+            if not (makes or os.path.lexists(path)):
+                return
+            path = os.path.realpath(path) if follows else self._whole(path)
+            if path in self._known:
                 return
             self._known.add(path)
-            path = os.path.realpath(path) if follows else self._whole(path)
             if self._is_kept(path):
                 self._copy(path, self._places.place(path))
             elif makes and not os.path.lexists(path):
@@ -140,8 +158,28 @@ class KeptOriginals:
             if not (files or folders):
                 self._keep(folder)
 
+    def _keep_moved(self, source: Any, target: Any, source_dir: int, target_dir: int) -> None:
+        """Keep what is about to be moved, and what is in its new place; note what a folder brings there."""
+        is_path = source_dir == -1 and isinstance(source, (str, bytes, os.PathLike))
+        path = os.fsdecode(source) if is_path else ""
+        if is_path and not os.path.lexists(path):
+            return  # nothing is moved
+        if is_path and os.path.isdir(path) and not os.path.islink(path):
+            if not self._is_made_here(self._whole(path)):
+                self._keep_tree(path)
+            new = os.fsdecode(target)
+            self._note_folder(new, target_dir)
+            for folder, folders, files in os.walk(path):
+                for name in (*folders, *files):
+                    there = os.path.join(folder, name)
+                    is_folder = os.path.isdir(there) and not os.path.islink(there)
+                    note = self._note_folder if is_folder else partial(self._keep, makes=True)
+                    note(os.path.join(new, os.path.relpath(there, path)), target_dir)
+        self._keep(source, source_dir)
+        self._keep(target, target_dir, makes=not (is_path and os.path.isdir(path)))
+
     def _note_folder(self, given: Any, dir_fd: int) -> None:
-        """Note a folder that is about to be made, in one write, which several ranks may do at once."""
+        """Note a folder that is about to be made."""
         if dir_fd != -1 or not isinstance(given, (str, bytes, os.PathLike)):
             return
         with suppress(Exception):  # as above
@@ -151,15 +189,21 @@ class KeptOriginals:
             if not self._is_kept(path):
                 self._made.add(path)
                 return
-            fd = os.open(os.path.join(self._run, NEW_FOLDERS), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                os.write(fd, os.fsencode(path) + b"\n")
-            finally:
-                os.close(fd)
+            self._append(NEW_FOLDERS, path)
+
+    def _append(self, name: str, line: str) -> None:
+        """Append a line to a file of the run, in one write, which several ranks may do at once."""
+        fd = os.open(os.path.join(self._run, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(fd, os.fsencode(line) + b"\n")
+        finally:
+            os.close(fd)
 
     def _is_kept(self, path: str) -> bool:
         """Return whether the original of a file counts: it is the user's, or a line of the user's changes it."""
-        if path.startswith((self._run + os.sep, "/dev/", "/proc/")) or is_of_this_project(path, self._temporary):
+        if path.startswith((self._run + os.sep, "/dev/", "/proc/")):
+            return False
+        if is_of_this_project(path, self._temporary, self._home):
             return False
         return not is_private_file(path, self._home, self._temporary) or line_of_user() is not None
 
@@ -167,37 +211,58 @@ class KeptOriginals:
         """Return whether a rank has made the file or folder, or a folder around it."""
         made = set(self._made)
         with suppress(OSError), open(os.path.join(self._run, NEW_FOLDERS), "rb") as file:
-            made.update(map(os.fsdecode, file.read().splitlines()))
+            made.update(map(os.fsdecode, file.read().split(b"\n")[:-1]))
         place = self._places.place(path)
         if os.path.islink(place) and os.readlink(place) == NONE:
             return True
         return any(path == each or path.startswith(each + os.sep) for each in made)
 
     def _copy(self, path: str, place: str) -> None:
-        """Copy a file to its place, unless another rank has done so."""
+        """Copy a file to its place, unless another rank has done so.
+
+        Raises:
+            CannotBeUndone: There can be no copy.
+        """
         if os.path.lexists(place):
             return
-        os.makedirs(os.path.dirname(place), exist_ok=True)
         try:
             known = os.lstat(path)
         except FileNotFoundError:
+            os.makedirs(os.path.dirname(place), exist_ok=True)
             os.symlink(NONE, place)
             return
-        if stat.S_ISDIR(known.st_mode):
-            os.makedirs(place)
-        elif stat.S_ISLNK(known.st_mode):
-            os.symlink(os.readlink(path), place)
-        elif stat.S_ISREG(known.st_mode):
-            if known.st_size > self._room():
-                why = f"{path} has {amount(known.st_size)}, which is too large for a copy"
-                self._unrun.refuse(f"it changes a file, and {why}")
-                raise CannotBeUndone(errno.EFBIG, f"a check does not change it: {why}")
-            copy = os.path.join(self._run, f"copy-{os.getpid()}-{threading.get_ident()}")
-            try:
-                copy_bytes(path, copy)
-                os.link(copy, place)  # of several ranks, one gets to do it
-            finally:
+        try:
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            if stat.S_ISDIR(known.st_mode):
+                os.makedirs(place)
+            elif stat.S_ISLNK(known.st_mode):
+                os.symlink(os.readlink(path), place)
+            elif stat.S_ISREG(known.st_mode):
+                self._copy_file(path, place, known)
+        except CannotBeUndone:
+            raise
+        except (FileExistsError, NotADirectoryError):  # another rank was faster; or it has made the folder of `path`
+            pass
+        except OSError as error:
+            if not os.path.lexists(place) and any(os.access(each, os.W_OK) for each in (path, os.path.dirname(path))):
+                self._refuse(error.errno, f"{path} cannot be copied ({error.strerror})")
+
+    def _copy_file(self, path: str, place: str, known: os.stat_result) -> None:
+        if known.st_size > self._room():
+            self._refuse(errno.EFBIG, f"{path} has {amount(known.st_size)}, which is too large for a copy")
+        copy = os.path.join(self._run, f"copy-{os.getpid()}-{threading.get_ident()}")
+        try:
+            copy_bytes(path, copy)
+            os.link(copy, place)  # of several ranks, one gets to do it
+        finally:
+            with suppress(FileNotFoundError):
                 os.unlink(copy)
+        if "\n" not in path:
+            self._append(INODES, f"{inode_of(known)} {path}")
+
+    def _refuse(self, number: int | None, why: str) -> NoReturn:
+        self._unrun.refuse(f"it changes a file, and {why}")
+        raise CannotBeUndone(number, f"a check does not change it: {why}")
 
     def _room(self) -> int:
         disk = os.statvfs(self._run)
@@ -221,13 +286,17 @@ class KeptOriginals:
             yield size, count
 
 
-def is_of_this_project(path: str, temporary: str) -> bool:
+def is_of_this_project(path: str, temporary: str, home: str) -> bool:
     """Return whether a file is of a run, a log or a check of nbaccel.
 
     Args:
         temporary: The folder for temporary files.
+        home: The working folder, whose files count even if it is among those of this project.
     """
-    return path.startswith(os.path.join(temporary, "nbaccel-"))
+    name = path.removeprefix(temporary + os.sep).partition(os.sep)[0]
+    folder = os.path.join(temporary, name)
+    is_ours = name.startswith(_OF_THIS_PROJECT) and f"{path}{os.sep}".startswith(folder + os.sep)
+    return is_ours and not f"{home}{os.sep}".startswith(folder + os.sep)
 
 
 def copy_bytes(path: str, copy: str) -> None:

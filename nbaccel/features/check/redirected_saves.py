@@ -2,10 +2,8 @@
 
 `torch.save` and `save_file` of safetensors write below a folder of the run. Their files are found under their own names
 by `torch.load`, `load_file`, `open`, and by those functions of `os` that `os.path`, `pathlib`, `glob` and `shutil` use:
-`stat`, `listdir`, `scandir`, `rename`, `replace`, `remove`, `rmdir`. Copies of them by `shutil` lie there too. All
-other files that a program writes or removes are real ones, except in folders that only nbaccel's checkpoints have made.
-
-Not covered: programs that a rank starts. Imports no torch.
+`stat`, `listdir`, `scandir`, `rename`, `replace`, `remove`, `rmdir`. Copies of them by `shutil` lie there too.
+Other files are written in their own places, and put back: `kept_originals`. Imports no torch.
 """
 
 from __future__ import annotations

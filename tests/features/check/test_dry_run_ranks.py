@@ -54,6 +54,16 @@ def test_changes_are_undone_and_others_are_listed(home: Path, launcher: Any) -> 
     }
 
 
+def test_a_new_file_is_listed_although_it_was_removed_and_put_back(home: Path, launcher: Any) -> None:
+    """A library has written it without Python, so that its maker is not known."""
+    with DryRunRanks.start(launcher) as place:
+        Path("x.pt").touch()
+        kept = Path(f"{place.records.with_name('originals')}{home}", "x.pt")
+        kept.parent.mkdir(parents=True)
+        shutil.move("x.pt", kept)
+        assert place.changed_files() == [f"{home}/x.pt"]
+
+
 def test_an_interrupted_run_puts_files_back(home: Path, launcher: Any) -> None:
     with pytest.raises(KeyboardInterrupt), DryRunRanks.start(launcher) as place:
         change(place, home)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from nbaccel.base.settings import RunSettings
 from nbaccel.features.check import kept_originals
-from nbaccel.features.check.folder_snapshot import undo_changes
+from nbaccel.features.check.folder_snapshot import FolderSnapshot, undo_changes
 from nbaccel.features.check.kept_originals import KeptOriginals
 from nbaccel.features.check.unrun_statements import UnrunStatements
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
@@ -162,7 +164,7 @@ def test_a_file_that_a_rank_has_looked_for_in_vain_is_not_its_own(
     kept.look("open", ("by another", "r+", os.O_RDWR))
     for name in ("by another", "made"):
         (home / name).touch()
-    assert undo_changes(originals) == [str(home / "made")]
+    assert undo_changes(originals) == []
     assert (home / "by another").exists()
 
 
@@ -180,6 +182,137 @@ def test_a_file_that_is_too_large_for_a_copy_is_not_changed(
     (record,) = told
     assert record["file"] == __file__
     assert record["why"].startswith("it changes a file, and /")
+
+
+def fail(number: int) -> Callable[..., None]:
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fails
+
+
+def test_a_file_of_which_no_copy_can_be_made_is_not_changed(
+    kept: KeptOriginals, home: Path, originals: Path, told: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(path: str, copy: str) -> None:
+        Path(copy).touch()
+        Path(f"{originals}{path}").parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{originals}{path}").touch()
+
+    monkeypatch.setattr(kept_originals, "copy_bytes", lose)
+    kept.look("os.remove", ("cut", -1))  # another rank is faster
+    monkeypatch.setattr(kept_originals, "copy_bytes", fail(errno.ENOSPC))
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"does not change it: .*/added cannot be copied \(No space left on device\)"):
+            kept.look("open", ("added", "w", os.O_WRONLY))
+    (record,) = told
+    assert record["why"] == f"it changes a file, and {home}/added cannot be copied (No space left on device)"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the change itself fails
+    kept.look("os.remove", ("linked", -1))
+
+
+def test_a_changed_file_is_put_back_as_the_same_file(kept: KeptOriginals, home: Path, originals: Path) -> None:
+    with open("added", "a") as log:  # the notebook has it open
+        kept.look("open", ("added", "w", os.O_WRONLY | os.O_CREAT))
+        (home / "added").write_text("a longer text, by a rank")
+        os.chmod("added", 0o600)
+        assert undo_changes(originals) == [str(home / "added")]
+        log.write(", and more")
+    assert (home / "added").read_text() == "added of the user, and more"
+    assert (home / "added").stat().st_mode & 0o777 == (home / "cut").stat().st_mode & 0o777
+
+
+def test_files_that_have_changed_places_get_their_own_content(
+    kept: KeptOriginals, home: Path, originals: Path, tmp_path: Path
+) -> None:
+    before, second_names = state_of(home), tmp_path / "second names"
+    second_names.mkdir()
+    snapshot = FolderSnapshot.of(home, keep=second_names)
+    for source, target in (("moved", "replaced"), ("added", "aside"), ("cut", "added"), ("aside", "cut")):
+        kept.look("os.rename", (source, target, -1, -1))
+        os.rename(source, target)
+    assert snapshot.put_back() == [
+        str(home / "moved")
+    ]  # by its second name: now the same file as the one in `replaced`
+    undo_changes(originals)
+    assert state_of(home) == before
+
+
+def test_on_a_full_disk_nothing_is_half_written(
+    kept: KeptOriginals, home: Path, originals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.look("open", ("added", "w", os.O_WRONLY))
+    (home / "added").write_text("by a rank")
+    monkeypatch.setattr(os, "posix_fallocate", fail(errno.ENOSPC), raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copy2", fail(errno.ENOSPC))
+        assert undo_changes(originals) == []
+        assert (home / "added").read_text() == "by a rank"
+    assert undo_changes(originals) == [str(home / "added")]
+    assert (home / "added").read_text() == "added of the user"
+
+
+def test_links_and_modes_are_undone(kept: KeptOriginals, home: Path, originals: Path) -> None:
+    before, names, mode = state_of(home), sorted(os.listdir(home)), os.stat("cut").st_mode
+    kept.look("os.symlink", ("added", "symbolic", -1))
+    os.symlink("added", "symbolic")
+    kept.look("os.link", ("removed", "hard", -1, -1))
+    os.link("removed", "hard")
+    for name in ("symbolic", "hard"):
+        kept.look("open", (name, "w", os.O_WRONLY))
+        (home / name).write_text("by a rank")
+    kept.look("os.chmod", ("cut", 0o640, -1))
+    os.chmod("cut", 0o640)
+    kept.look("os.link", ("none", "by another", -1, -1))
+    (home / "by another").touch()
+    undo_changes(originals)
+    assert state_of(home) == before
+    assert os.stat("cut").st_mode == mode
+    assert sorted(os.listdir(home)) == sorted([*names, "by another"])
+
+
+def test_of_what_is_moved_only_that_is_removed_in_its_new_place(
+    kept: KeptOriginals, home: Path, originals: Path
+) -> None:
+    names = sorted(os.listdir(home))
+    kept.look("os.mkdir", ("made", 0o777, -1))
+    (home / "made" / "below").mkdir(parents=True)  # and files of which Python has told nothing
+    (home / "made" / "below" / "file").touch()
+    kept.look("os.rename", ("made", "results", -1, -1))
+    os.rename("made", "results")
+    Path("results/of another program").touch()
+    undo_changes(originals)
+    assert sorted(os.listdir(home)) == sorted([*names, "results"])
+    assert os.listdir("results") == ["of another program"]
+
+
+def test_a_folder_of_the_users_that_a_library_moves_comes_back_with_its_files(
+    kept: KeptOriginals, home: Path, originals: Path
+) -> None:
+    (home / "folder").mkdir()
+    (home / "folder" / "file").write_text("of the user")
+    kept.look("os.rename", ("folder", "away", -1, -1))
+    os.rename("folder", "away")
+    undo_changes(originals)
+    assert (home / "folder" / "file").read_text() == "of the user"
+    assert not (home / "away").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "home", "is_ours"),
+    [
+        ("/tmp/nbaccel-run-1/file", "/home", True),
+        ("/tmp/nbaccel-check-1", "/home", True),
+        ("/tmp/nbaccel-work/file", "/home", False),
+        ("/tmp/work/nbaccel-run-1/file", "/home", False),
+        ("/tmp/nbaccel-run-1/file", "/tmp/nbaccel-run-1", False),
+        ("/tmp/nbaccel-run-1/file", "/tmp/nbaccel-run-1/below", False),
+        ("/tmp/nbaccel-run-1/file", "/tmp/nbaccel-run-2", True),
+    ],
+)
+def test_only_the_folders_of_this_project_are_its_own(path: str, home: str, is_ours: bool) -> None:
+    assert kept_originals.is_of_this_project(path, "/tmp", home) is is_ours
 
 
 def test_what_cannot_be_put_back_is_not_removed(

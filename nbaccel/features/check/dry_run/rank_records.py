@@ -11,7 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NEW_FOLDERS", "NONE", "NOT_RUN", "ORIGINALS", "RECORDS", "SAVES", "RankRecords", "read_records"]
+__all__ = [
+    "INODES",
+    "NEW_FOLDERS",
+    "NONE",
+    "NOT_RUN",
+    "ORIGINALS",
+    "RECORDS",
+    "SAVES",
+    "RankRecords",
+    "inode_of",
+    "read_records",
+]
 
 RECORDS = "records"
 """Name of the folder of the records."""
@@ -22,12 +33,19 @@ SAVES, ORIGINALS = "saves", "originals"
 NEW_FOLDERS = "new-folders"
 """Name of a file beside them: paths of folders that ranks have made, a line each."""
 
+INODES = "inodes"
+"""Name of a file beside them: device and inode of each file that a rank was about to change, and its path."""
 
 NONE = "there was none"
 """Target of the link that stands for the original of a file which a rank has made."""
 
 NOT_RUN = "not_run"
 """Kind of the records of lines that were not run, since they cannot be undone."""
+
+
+def inode_of(known: os.stat_result) -> str:
+    """Return device and number of a file, as `INODES` has them."""
+    return f"{known.st_dev}:{known.st_ino}"
 
 
 class RankRecords:
