@@ -66,7 +66,8 @@ class DryRunRanks:
             place = cls(folder)
             yield place
         finally:
-            with uninterrupted():  # another interrupt would remove originals of files that are not back yet
+            # Another interrupt would remove the originals of files that are not back yet.
+            with uninterrupted():
                 if place is not None:
                     place._undo()  # also after an interrupt
                 launcher.resources.guard(f"-!{undo}")
