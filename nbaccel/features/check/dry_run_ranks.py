@@ -44,6 +44,7 @@ class DryRunRanks:
 
     def __init__(self, folder: Path) -> None:
         self._ranks = folder / "ranks"
+        self._left: dict[str, str] = {}  # originals that could not be put back, by the path of the file
         self.records = self._ranks / RECORDS
         for name in (RECORDS, ORIGINALS, SAVES):
             (self._ranks / name).mkdir(parents=True)
@@ -71,19 +72,28 @@ class DryRunRanks:
                 if place is not None:
                     place._undo()  # also after an interrupt
                 launcher.resources.guard(f"-!{undo}")
-                shutil.rmtree(folder, ignore_errors=True)
+                parts = [folder / "kept", folder / "ranks" / RECORDS, folder / "ranks" / SAVES]
+                for each in parts if place is not None and place._left else [folder]:
+                    shutil.rmtree(each, ignore_errors=True)
                 launcher.resources.guard(f"-{folder}")
 
     def changed_files(self) -> list[str]:
-        """Undo what the run has changed, as far as that is known, and return the files that are not as before."""
+        """Undo what the run has changed, as far as that is known, and return the files that are not as before.
+
+        One that could not be put back is named with its original, which stays.
+        """
         undone = self._undo()
-        return [path for path in self._snapshot.changed() if not (path in undone and self._snapshot.has(path))]
+        changed = [path for path in self._snapshot.changed() if not (path in undone and self._snapshot.has(path))]
+        left = [f"{path} (not put back; the original is {kept})" for path, kept in sorted(self._left.items())]
+        return [*(path for path in changed if path not in self._left), *left]
 
     def _undo(self) -> set[str]:
         """Undo what can be; return the paths of files that are as before now."""
         with uninterrupted():  # a file may be half written
             # First what has a second name: what the notebook has open is the same file then.
-            return {*self._snapshot.put_back(), *undo_changes(self._ranks / ORIGINALS)}
+            again, undone = self._snapshot.put_back(), undo_changes(self._ranks / ORIGINALS)
+            self._left = undone.failed
+            return {*again, *undone.done}
 
     def spec(self, plan: LaunchPlan, task: CellTask, cell: CellTask, setup: str | None) -> LaunchSpec:
         """Return the spec of a run of `task`, which runs what `cell` would run.

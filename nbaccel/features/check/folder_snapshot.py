@@ -15,13 +15,14 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from nbaccel.base.quantities import plural
 from nbaccel.features.check.dry_run.rank_records import INODES, NEW_FOLDERS, NONE, inode_of
 from nbaccel.features.check.dry_run.redirection import Redirection
 
-__all__ = ["FolderSnapshot", "undo_changes"]
+__all__ = ["FolderSnapshot", "Undone", "undo_changes"]
 
 _CACHE_OF_PYTHON = "__pycache__"
 _NOTEBOOK = ".ipynb"
@@ -97,34 +98,49 @@ class FolderSnapshot:
         return sorted(done)
 
 
-def undo_changes(originals: Path) -> list[str]:
+@dataclass(frozen=True)
+class Undone:
+    """What has become of the changes of ranks.
+
+    Attributes:
+        done: Paths of files that are as before now.
+        failed: The original of each file that could not be put back, by its path.
+    """
+
+    done: list[str]
+    failed: dict[str, str]
+
+
+def undo_changes(originals: Path) -> Undone:
     """Put back the files whose originals ranks have kept below `originals`, and remove what they have made.
 
     What the notebook has open is the same file afterwards, unless a rank has put another one into its place.
-
-    Return the paths of files that are as before now.
     """
-    places, done = Redirection(str(originals)), []
+    places, undone = Redirection(str(originals)), Undone([], {})
     inodes = {path: inode for inode, path in (line.split(" ", 1) for line in _lines(originals.with_name(INODES)))}
     for parent, folders, names in os.walk(os.path.realpath(originals)):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         for kept in (os.path.join(parent, name) for name in sorted([*names, *links])):
             path = places.original(kept)
-            with suppress(OSError):  # it stays among those that have changed
-                if os.path.islink(kept) and os.readlink(kept) == NONE:
+            is_new = os.path.islink(kept) and os.readlink(kept) == NONE
+            try:
+                if is_new:
                     os.unlink(path)
                 elif not _is_alike(kept, path):
                     _put_into_place(kept, path, inodes.get(path))
                 else:
                     continue
-                done.append(path)
+                undone.done.append(path)
+            except OSError:  # it stays among those that have changed
+                if not is_new:
+                    undone.failed[path] = kept
         if not (folders or names):
             with suppress(OSError):  # as above
                 os.makedirs(places.original(parent), exist_ok=True)
     for folder in sorted(_lines(originals.with_name(NEW_FOLDERS)), key=len, reverse=True):
         with suppress(OSError):  # it is gone, or not empty
             os.rmdir(folder)
-    return done
+    return undone
 
 
 def _is_alike(kept: str, path: str) -> bool:

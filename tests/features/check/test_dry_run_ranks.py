@@ -64,6 +64,19 @@ def test_a_new_file_is_listed_although_it_was_removed_and_put_back(home: Path, l
         assert place.changed_files() == [f"{home}/x.pt"]
 
 
+def test_an_original_that_cannot_be_put_back_stays_and_is_named(home: Path, launcher: Any) -> None:
+    with DryRunRanks.start(launcher) as place:
+        change(place, home)
+        Path("old.txt").unlink()
+        Path("old.txt").mkdir()
+        Path("old.txt/below").touch()
+        kept = Path(f"{place.records.with_name('originals')}{home}", "old.txt")
+        assert f"{home}/old.txt (not put back; the original is {kept})" in place.changed_files()
+    assert kept.read_text() == "old"
+    assert not place.records.exists()
+    shutil.rmtree(place.records.parents[1])
+
+
 def test_an_interrupted_run_puts_files_back(home: Path, launcher: Any) -> None:
     with pytest.raises(KeyboardInterrupt), DryRunRanks.start(launcher) as place:
         change(place, home)

@@ -145,7 +145,7 @@ def test_originals_are_put_back_with_their_times_and_what_ranks_made_is_removed(
         place = Path(f"{keep}{home}", name)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(home / name, place)
-    assert undo_changes(keep) == []
+    assert undo_changes(keep).done == []
     before = (home / "old.txt").stat()
     (home / "old.txt").write_text("changed\n")
     shutil.rmtree(home / "folder")
@@ -156,9 +156,9 @@ def test_originals_are_put_back_with_their_times_and_what_ranks_made_is_removed(
     keep.with_name("new-folders").write_text(f"{home}/new\n{home}/new/below\n{home}\n")
     (home / "of another program").touch()
     expected = [home / "old.txt", home / "folder" / "kept.txt", home / "new" / "file"]
-    assert sorted(undo_changes(keep)) == sorted(map(str, expected))
+    assert sorted(undo_changes(keep).done) == sorted(map(str, expected))
     assert (home / "old.txt").read_text() == "old\n"
     assert (home / "old.txt").stat().st_mtime_ns == before.st_mtime_ns
     assert (home / "folder" / "kept.txt").read_text() == "kept\n"
     assert sorted(path.name for path in home.iterdir()) == ["folder", "of another program", "old.txt"]
-    assert undo_changes(keep) == []
+    assert undo_changes(keep).done == []

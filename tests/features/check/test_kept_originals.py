@@ -105,7 +105,7 @@ def test_what_ranks_have_changed_is_undone(run: Run, home: Path, originals: Path
     run(changes)
     assert state_of(home) != before
     made = ["elsewhere", "new", "made/below/file"]
-    assert sorted(undo_changes(originals)) == sorted(str(home / name) for name in [*NAMES, *made])
+    assert sorted(undo_changes(originals).done) == sorted(str(home / name) for name in [*NAMES, *made])
     assert state_of(home) == before
     assert (home / "link").is_symlink()
     assert sorted(os.listdir(home)) == names
@@ -127,7 +127,7 @@ def loads() -> None:
 
 def test_the_workers_of_a_loader_keep_originals_too(run: Run, home: Path, originals: Path) -> None:
     run(loads)
-    assert undo_changes(originals) == [str(home / "added")]
+    assert undo_changes(originals).done == [str(home / "added")]
     assert (home / "added").read_text() == "added of the user"
 
 
@@ -139,7 +139,7 @@ def reads() -> None:
 def test_what_a_rank_only_reads_is_left_to_other_programs(run: Run, home: Path, originals: Path) -> None:
     run(reads)
     (home / "added").write_text("by an editor")
-    assert undo_changes(originals) == []
+    assert undo_changes(originals).done == []
     assert (home / "added").read_text() == "by an editor"
 
 
@@ -164,7 +164,7 @@ def test_a_file_that_a_rank_has_looked_for_in_vain_is_not_its_own(
     kept.look("open", ("by another", "r+", os.O_RDWR))
     for name in ("by another", "made"):
         (home / name).touch()
-    assert undo_changes(originals) == []
+    assert undo_changes(originals).done == []
     assert (home / "by another").exists()
 
 
@@ -216,7 +216,7 @@ def test_a_changed_file_is_put_back_as_the_same_file(kept: KeptOriginals, home: 
         kept.look("open", ("added", "w", os.O_WRONLY | os.O_CREAT))
         (home / "added").write_text("a longer text, by a rank")
         os.chmod("added", 0o600)
-        assert undo_changes(originals) == [str(home / "added")]
+        assert undo_changes(originals).done == [str(home / "added")]
         log.write(", and more")
     assert (home / "added").read_text() == "added of the user, and more"
     assert (home / "added").stat().st_mode & 0o777 == (home / "cut").stat().st_mode & 0o777
@@ -247,9 +247,9 @@ def test_on_a_full_disk_nothing_is_half_written(
     monkeypatch.setattr(sys, "platform", "linux")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copy2", fail(errno.ENOSPC))
-        assert undo_changes(originals) == []
+        assert undo_changes(originals).done == []
         assert (home / "added").read_text() == "by a rank"
-    assert undo_changes(originals) == [str(home / "added")]
+    assert undo_changes(originals).done == [str(home / "added")]
     assert (home / "added").read_text() == "added of the user"
 
 
@@ -375,5 +375,5 @@ def test_a_hidden_file_counts_where_a_line_of_the_users_changes_it(
     kept.look("open", (".cache", "w", os.O_WRONLY))
     for name in (".mine", ".cache"):
         (home / name).write_text("changed")
-    assert undo_changes(originals) == [str(home / ".mine")]
+    assert undo_changes(originals).done == [str(home / ".mine")]
     assert (home / ".mine").read_text() == "of the user"
