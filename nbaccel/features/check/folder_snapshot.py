@@ -100,7 +100,7 @@ class FolderSnapshot:
 
 @dataclass(frozen=True)
 class Undone:
-    """What has become of the changes of ranks.
+    """The changes of ranks that were undone, and those that could not be.
 
     Attributes:
         done: Paths of files that are as before now.
