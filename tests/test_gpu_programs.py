@@ -28,7 +28,6 @@ from gpu.launches import HISTORIES
 from kernel.harness import RealKernel
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.launching import plan
-from nbaccel.launching.launcher import default_launcher
 from nbaccel.testing import run_ranks
 from nbaccel.train import setup
 
@@ -47,16 +46,6 @@ def rehearse(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
         return function("cpu") if name in FORKS or case == "one_card" else run_ranks(1, function, "cpu")[0]
 
     return run
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[None]:
-    """Start the reaper before the first test that launches: it lives as long as the process that has one."""
-    default_launcher().resources.guard("+0")  # nobody has the number 0
-    default_launcher().resources.guard("-0")
-    yield
-    default_launcher().close()
-    default_launcher.__globals__["_launcher_of"].cache_clear()
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import nbaccel
-from nbaccel.launching.launcher import default_launcher
+from nbaccel.launching.launcher import Launcher
 from nbaccel.testing import run_ranks
 from nbaccel.utils import GradientAccumulationPlugin
 
@@ -212,19 +212,8 @@ RAISES_ANOTHER = "test_monitoring"
 """It wants torch's ChildFailedError; here the function's own error is raised, as in one process."""
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[None]:
-    launcher = default_launcher()
-    launcher.resources.guard("+0")  # starts the reaper; nobody has the number 0
-    launcher.resources.guard("-0")
-    launcher.resources.new_log()
-    yield
-    launcher.close()
-    default_launcher.__globals__["_launcher_of"].cache_clear()
-
-
 @pytest.fixture
-def notebook(launcher: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def notebook(ready_launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     monkeypatch.setenv("ACCELERATE_NUM_PROCESSES", "2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that ports mean nothing here, and that ranks are started again

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 
 from environments import REPOSITORY
 from nbaccel import launch, notebook_launcher
-from nbaccel.launching.launcher import default_launcher
+from nbaccel.launching.launcher import Launcher
 from nbaccel.testing import run_ranks
 
 PROGRAMS = REPOSITORY / "tests" / "programs"
@@ -49,18 +49,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def prepared() -> Iterator[None]:
-    """Load once, before anything forks, what every program would load; and have one launcher."""
+def prepared(ready_launcher: Launcher) -> None:
+    """Load once, before anything forks, what every program would load; and have the one launcher."""
     for module in ("torch._dynamo", "sklearn.datasets", "sklearn.model_selection", "accelerate", *NEEDS.values()):
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
             importlib.import_module(module)
-    launcher = default_launcher()
-    launcher.resources.guard("+0")  # starts the reaper; nobody has the number 0
-    launcher.resources.guard("-0")
-    launcher.resources.new_log()
-    yield
-    launcher.close()
-    default_launcher.__globals__["_launcher_of"].cache_clear()
 
 
 def source(name: str, library: str = "nbaccel") -> str:
