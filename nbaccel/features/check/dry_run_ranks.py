@@ -110,7 +110,7 @@ class DryRunRanks:
 
 def _program_that_undoes(folder: Path) -> str:
     """Return the arguments of a process that undoes what a run has changed, as JSON."""
-    code = f"import sys; sys.path.insert(0, sys.argv[1]); from {undo_changes.__module__} import undo_changes as undo; "
+    code = f"import sys; sys.path.append(sys.argv[1]); from {undo_changes.__module__} import undo_changes as undo; "
     return json.dumps(
         [
             sys.executable,

@@ -188,25 +188,23 @@ class _Writer:
         self._saved.update(moved)
         for each in moved:
             self._journal.note(_BEGUN, each)
-        with ExitStack() as stack:
+        for each in below:
+            self._removed[each] += 1
+            number = self._removed[each]
+            with suppress(OSError):
+                descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+                self._held.append((each, number, descriptor))
+                self._journal.note(_of(_HELD, each, number), f"/proc/{os.getpid()}/fd/{descriptor}")
+            if target is not None:
+                self._journal.note(_of(_MOVED, each, number), _moved(path, [each], target)[0])
+            self._journal.note(_REMOVED, each)  # before it is gone
+        try:
+            return removes()
+        finally:
+            for each in moved:
+                self._journal.note(_DONE, each)
             for each in below:
-                stack.enter_context(self._journal.lock(each, fcntl.LOCK_EX))  # a rank that loads it comes to its end
-                self._removed[each] += 1
-                number = self._removed[each]
-                with suppress(OSError):
-                    descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
-                    self._held.append((each, number, descriptor))
-                    self._journal.note(_of(_HELD, each, number), f"/proc/{os.getpid()}/fd/{descriptor}")
-                if target is not None:
-                    self._journal.note(_of(_MOVED, each, number), _moved(path, [each], target)[0])
-                self._journal.note(_REMOVED, each)  # before it is gone
-            try:
-                return removes()
-            finally:
-                for each in moved:
-                    self._journal.note(_DONE, each)
-                for each in below:
-                    self._journal.note(_GONE, each)
+                self._journal.note(_GONE, each)
 
     def _let_go(self) -> None:
         """Close files that all ranks have removed, and the oldest ones if they take more than half of what is free."""
@@ -287,12 +285,22 @@ class _Follower:
                 stacklevel=3,
             )
         with self._journal.lock(path, fcntl.LOCK_SH):
-            number = self._removed[path] + 1
-            if self._journal.count(_REMOVED, path) >= number:  # rank 0 has, and this rank comes to it later
-                held = self._journal.last(_of(_HELD, path, number))
-                if held and os.path.exists(held):
-                    return loads(held)
-            return loads()
+            held = self._held_by_rank_0(path)
+            try:
+                return loads(held) if held else loads()
+            except FileNotFoundError:
+                held = self._held_by_rank_0(path)  # rank 0 has removed it meanwhile
+                if not held:
+                    raise
+                return loads(held)
+
+    def _held_by_rank_0(self, path: str) -> str:
+        """Return another name of a file that rank 0 has removed and this rank has not; empty if there is none."""
+        number = self._removed[path] + 1
+        if self._journal.count(_REMOVED, path) < number:
+            return ""
+        held = self._journal.last(_of(_HELD, path, number))
+        return held if held and os.path.exists(held) else ""
 
     def remove(self, path: str, removes: Callable[[], Any], target: str | None = None) -> Any:
         below = _below(path, self._saved)
