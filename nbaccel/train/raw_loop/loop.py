@@ -8,18 +8,14 @@ rank 0, how the loop is changed.
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nbaccel.base.events import LoopKind, Loss, TrainingMode, emit
 from nbaccel.base.quantities import short_count
@@ -35,6 +31,7 @@ from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter
 from nbaccel.train.raw_loop.graph import leave_scalers, watch_scalers
+from nbaccel.train.raw_loop.hooks import Hooks
 from nbaccel.train.raw_loop.last_batch import LastBatch
 from nbaccel.train.raw_loop.part_numbers import PartNumbers
 from nbaccel.train.raw_loop.rank_streams import Seeds
@@ -42,7 +39,6 @@ from nbaccel.train.raw_loop.trained_tensors import Model
 from nbaccel.train.step.raw_loop_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
 
 __all__ = [
-    "Hooks",
     "Notices",
     "RawLoopTraining",
 ]
@@ -91,7 +87,7 @@ class RawLoopTraining:
             rates=lambda: self._steps.rates.read(),
             on_drawn=self._notices.note_drawn,
             watch=watch,
-            is_lazy=lambda: self._given is not None and self._given.are_lazy(),
+            is_lazy=lambda: self._hooks.are_lazy(),
         )
         self._steps = StepCounter(lambda: self._passes.batches)
         self._deferred = DeferredCalls(self._steps.choices)
@@ -99,8 +95,12 @@ class RawLoopTraining:
         self._is_armed = False
         self.fails_on_parts = False  # the task has failed on its first part of a batch, see `TaskWatch`
         self._has_trained_on_parts = False
-        self._hooks = Hooks(self._averaging.run, self._before_step, self._after_step)
-        self._given: _GivenHook | None = None
+        self._hooks = Hooks(
+            self._averaging.run,
+            self._before_step,
+            self._after_step,
+            on_given=lambda given: self._averaging.models.note_given(given, self._passes.batches),
+        )
         self._last_batch = LastBatch(None)
 
     # -- the task
@@ -119,7 +119,6 @@ class RawLoopTraining:
         self._deferred.begin()
         watch_scalers(self._defers)
         self._hooks.install()
-        self._given = _GivenHook(lambda given: self._averaging.models.note_given(given, self._passes.batches))
         self._is_armed = True
         self._seeds = Seeds.now()
         when_stepping_back(self.step_back)
@@ -273,95 +272,9 @@ class RawLoopTraining:
         count_steps_by(None)
         self._hooks.remove()
         leave_scalers()
-        if self._given is not None:
-            self._given.remove()
-            self._given = None
         self._deferred.begin()
         self._averaging.rest()
         forget(self.step_back)
-
-
-class Hooks:
-    """Reports backwards and optimizers' steps, from `install` to `remove`.
-
-    run: called instead of torch's function that runs a graph backwards, with that function before its arguments.
-    before_step, after_step: called around each step of an optimizer, as torch calls its hooks.
-    """
-
-    def __init__(
-        self, run: Callable[..., Any], before_step: Callable[..., None], after_step: Callable[..., None]
-    ) -> None:
-        self._run = run
-        self._before_step = before_step
-        self._after_step = after_step
-        self._handles: list[Any] = []
-        self._real: Callable[..., Any] | None = None
-        self._real_compile: Callable[..., Any] | None = None
-
-    def install(self) -> None:
-        """Begin to report."""
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        self._real = torch.autograd._engine_run_backward
-        self._take_backwards()
-        self._real_compile = torch.compile
-        torch.compile = functools.wraps(torch.compile)(functools.partial(self._compile))
-
-    def remove(self) -> None:
-        """Restore torch. Calling this again has no effect."""
-        while self._handles:
-            self._handles.pop().remove()
-        if self._real is not None:
-            torch.autograd._engine_run_backward = self._real
-            self._real = None
-        if self._real_compile is not None:
-            torch.compile = self._real_compile
-            self._real_compile = None
-
-    def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._real is not None
-        return self._run(self._real, outputs, *args, **kwargs)
-
-    def _take_backwards(self) -> None:
-        """Make torch run its backwards through this object, hidden from a compiler of whole training steps."""
-        is_loaded = "torch._dynamo" in sys.modules
-        run: Any = torch.compiler.disable(self._run_backward) if is_loaded else self._run_backward
-        torch.autograd._engine_run_backward = run
-
-    def _compile(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``torch.compile``, with which torch imports its compiler, and take over backwards again."""
-        assert self._real_compile is not None
-        compiled = self._real_compile(*args, **kwargs)
-        self._take_backwards()
-        return compiled
-
-
-class _GivenHook:
-    """Reports the tensors that optimizers are given, until it is removed."""
-
-    def __init__(self, on_given: Callable[[list[Tensor]], None]) -> None:
-        self._lazy: list[weakref.ref[Tensor]] = []  # those that do not exist yet
-        self._real: Any = torch.optim.Optimizer.add_param_group
-        real = self._real
-
-        @functools.wraps(real)
-        def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
-            real(optimizer, param_group)
-            given = optimizer.param_groups[-1]["params"]
-            self._lazy += [weakref.ref(each) for each in given if torch.nn.parameter.is_lazy(each)]
-            on_given(given)
-
-        torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[assignment]
-
-    def are_lazy(self) -> bool:
-        """Return whether the first forward of a model makes parameters that an optimizer was given."""
-        self._lazy = [ref for ref in self._lazy if (each := ref()) is not None and torch.nn.parameter.is_lazy(each)]
-        return bool(self._lazy)
-
-    def remove(self) -> None:
-        torch.optim.Optimizer.add_param_group = self._real  # type: ignore[method-assign]
 
 
 def _is_of_shapes(error: BaseException | None) -> bool:

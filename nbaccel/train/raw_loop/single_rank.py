@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from nbaccel.base.events import LoopEntered, LoopKind, Loss, TrainingMode, emit
 from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
+from nbaccel.train.raw_loop.hooks import Hooks
 from nbaccel.train.raw_loop.loader_pass import LoaderPass, PassGauges, key_of
 from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
-from nbaccel.train.raw_loop.loop import Hooks
 from nbaccel.train.step.raw_loop_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
 
 __all__ = ["SingleRankWatch"]

@@ -34,6 +34,7 @@ __all__ = [
     "Model",
     "Models",
     "sums_of",
+    "surrounding_optimizers",
 ]
 
 _KEEP_TOGETHER = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"})
@@ -535,6 +536,11 @@ class _Around:
             found.update(map(id, module._parameters.values()))
             found.update(id(part) for value in list(vars(module).values()) for part in _parts(value))
         return found
+
+
+def surrounding_optimizers() -> list[torch.optim.Optimizer]:
+    """Return the optimizers that the program can reach from where it is. Searches all of its objects."""
+    return _Around().optimizers
 
 
 def _inside(value: Any, kind: type) -> list[Any]:

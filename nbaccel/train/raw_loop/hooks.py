@@ -1,0 +1,295 @@
+"""Hooks into torch while an unmodified loop runs: its backwards, the steps of its optimizers, what these are given.
+
+A watch of the loop (`RawLoopTraining`, `SingleRankWatch`) owns one `Hooks` and installs it for a task. What a flag
+changes of the loop is a `LoopChange`; the changes stand around the watch, and around each other, in the order in which
+they are given, the outermost first: accumulation, precision. Without a change nothing more is replaced. Runs in ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nbaccel.train.raw_loop.trained_tensors import surrounding_optimizers
+
+__all__ = ["Hooks", "LoopChange", "TrainedOptimizers"]
+
+
+class LoopChange:
+    """A flag's change of how an unmodified loop trains; this one changes nothing."""
+
+    def begin(self, optimizers: TrainedOptimizers) -> None:
+        """Begin a task.  optimizers: those of the task, known from now on."""
+
+    def end(self) -> None:
+        """End a task, however it ended: nothing of it may be kept. Never raises; may be called again."""
+
+    def run_backward(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a graph backwards.  real: the next change, the watch, or torch; takes the other arguments."""
+        return real(outputs, *args, **kwargs)
+
+    def step(self, optimizer: Optimizer, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer, by a call of `real` with the arguments; or not."""
+        return real(*args, **kwargs)
+
+    def note_dropped(self, owner: Optimizer | Module) -> None:
+        """Note that `owner` is about to set gradients to zero, or to None."""
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that is new, or was given more parameters."""
+
+
+class Hooks:
+    """Reports backwards and optimizers' steps, from `install` to `remove`.
+
+    Args:
+        run: Called instead of torch's function that runs a graph backwards, with that function before its arguments.
+        before_step, after_step: Called around each step of an optimizer, as torch calls its hooks.
+        changes: Changes of the loop, the outermost first.
+        on_given: Called with the parameters that an optimizer is given.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        before_step: Callable[..., None],
+        after_step: Callable[..., None],
+        changes: Sequence[LoopChange] = (),
+        on_given: Callable[[list[Tensor]], None] | None = None,
+    ) -> None:
+        self._run = run
+        self._before_step = before_step
+        self._after_step = after_step
+        self._changes = tuple(changes)
+        self._on_given = on_given
+        self._handles: list[Any] = []
+        self._real: Callable[..., Any] | None = None
+        self._real_compile: Callable[..., Any] | None = None
+        self._given: _GivenHook | None = None
+        self._optimizers: TrainedOptimizers | None = None
+
+    def install(self) -> None:
+        """Begin to report."""
+        if self._changes:
+            self._optimizers = TrainedOptimizers(self._changes)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._real = torch.autograd._engine_run_backward
+        self._take_backwards()
+        self._real_compile = torch.compile
+        torch.compile = functools.wraps(torch.compile)(functools.partial(self._compile))
+        if self._on_given is not None or self._optimizers is not None:
+            self._given = _GivenHook(self._note_given)
+        for change in self._changes:
+            assert self._optimizers is not None
+            change.begin(self._optimizers)
+
+    def remove(self) -> None:
+        """Restore torch. Calling this again has no effect."""
+        for change in reversed(self._changes):
+            change.end()
+        if self._optimizers is not None:
+            self._optimizers.leave()
+            self._optimizers = None
+        if self._given is not None:
+            self._given.remove()
+            self._given = None
+        while self._handles:
+            self._handles.pop().remove()
+        if self._real is not None:
+            torch.autograd._engine_run_backward = self._real
+            self._real = None
+        if self._real_compile is not None:
+            torch.compile = self._real_compile
+            self._real_compile = None
+
+    def are_lazy(self) -> bool:
+        """Return whether the first forward of a model makes parameters that an optimizer was given."""
+        return self._given is not None and self._given.are_lazy()
+
+    def _note_given(self, optimizer: Optimizer, given: list[Tensor]) -> None:
+        if self._on_given is not None:
+            self._on_given(given)
+        if self._optimizers is not None:
+            self._optimizers.meet(optimizer)
+
+    def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._real is not None
+        if not self._changes:
+            return self._run(self._real, outputs, *args, **kwargs)
+        real = functools.partial(self._run, self._real)
+        for change in reversed(self._changes):
+            real = functools.partial(change.run_backward, real)
+        return real(outputs, *args, **kwargs)
+
+    def _take_backwards(self) -> None:
+        """Make torch run its backwards through this object, hidden from a compiler of whole training steps."""
+        is_loaded = "torch._dynamo" in sys.modules
+        run: Any = torch.compiler.disable(self._run_backward) if is_loaded else self._run_backward
+        torch.autograd._engine_run_backward = run
+
+    def _compile(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``torch.compile``, with which torch imports its compiler, and take over backwards again."""
+        assert self._real_compile is not None
+        compiled = self._real_compile(*args, **kwargs)
+        self._take_backwards()
+        return compiled
+
+
+class TrainedOptimizers:
+    """The optimizers of one task, with the changes around their steps. For a task that has a `LoopChange`.
+
+    An optimizer that the task makes is known at once. `search` finds those of cells above, where the program can reach
+    them; any other is known from its first step on.
+    """
+
+    def __init__(self, changes: Sequence[LoopChange]) -> None:
+        self._changes = changes
+        self._gates: dict[int, _StepGate] = {}
+        self._holders: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Optimizer]]]] | None = None
+        self._has_searched = False
+        self._is_on = True
+        self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self.meet(optimizer))
+        self._real_drops = {owner: owner.zero_grad for owner in (Optimizer, Module)}
+        self._drops = {owner: self._dropping(real) for owner, real in self._real_drops.items()}
+        for owner, drop in self._drops.items():
+            owner.zero_grad = drop  # type: ignore[method-assign]
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        gates = list(self._gates.values())
+        return (optimizer for gate in gates if (optimizer := gate.optimizer()) is not None)
+
+    def search(self, again: bool = False) -> None:
+        """Find the optimizers that the program can reach: once for each task, or `again`."""
+        if again or not self._has_searched:
+            self._has_searched = True
+            for optimizer in surrounding_optimizers():
+                self.meet(optimizer)
+
+    def holders(self, tensor: Tensor) -> list[Optimizer]:
+        """Return the known optimizers that hold `tensor`."""
+        if self._holders is None:
+            self._holders = {}
+            for optimizer in self:
+                for parameter in parameters_of(optimizer):
+                    pair = weakref.ref(parameter), weakref.ref(optimizer)
+                    self._holders.setdefault(id(parameter), []).append(pair)
+        found = self._holders.get(id(tensor), ())
+        return [holder for held, ref in found if held() is tensor and (holder := ref()) is not None]
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Know `optimizer`, and those of its parameters that are new, from now on."""
+        gate = self._gates.get(id(optimizer))
+        is_known = gate is not None and gate.optimizer() is optimizer
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if is_known and gate is not None and gate.parameters == count:
+            return
+        if not is_known:
+            gate = self._gates[id(optimizer)] = _StepGate(optimizer, self._step)
+        assert gate is not None
+        gate.parameters = count
+        self._holders = None
+        for change in self._changes:
+            change.note_optimizer(optimizer)
+
+    def leave(self) -> None:
+        """Restore the optimizers' steps."""
+        self._is_on = False
+        self._handle.remove()
+        for owner, drop in self._drops.items():
+            if owner.zero_grad is drop:  # otherwise something was put around it, and this one changes nothing there
+                owner.zero_grad = self._real_drops[owner]  # type: ignore[method-assign]
+        for gate in self._gates.values():
+            gate.leave()
+        self._gates.clear()
+        self._holders = None
+
+    def _step(self, optimizer: Optimizer, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for change in reversed(self._changes if self._is_on else ()):
+            real = functools.partial(change.step, optimizer, real)
+        return real(*args, **kwargs)
+
+    def _dropping(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            for change in self._changes if self._is_on else ():
+                change.note_dropped(owner)
+            return real(owner, *args, **kwargs)
+
+        return zero_grad
+
+
+class _StepGate:
+    """Puts a function around the step of one optimizer, and keeps neither it nor its parameters alive.
+
+    It is a bound method of the instance: schedulers put theirs around ``step.__func__``, and an optimizer's pickle has
+    neither.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.parameters = 0
+        self._before = vars(optimizer).get("step")  # that of a scheduler
+        method: Any = optimizer.step
+        function = method.__func__ if getattr(method, "__self__", None) is optimizer else None
+
+        @functools.wraps(method if function is None else function)
+        def gate(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            real = method if function is None else function.__get__(optimizer)
+            return step(optimizer, real, *args, **kwargs)
+
+        if function is not None:
+            del method  # it would keep the optimizer alive
+        self._gate = gate
+        optimizer.step = MethodType(gate, optimizer)  # type: ignore[method-assign]
+
+    def leave(self) -> None:
+        optimizer = self.optimizer()
+        if optimizer is None or getattr(vars(optimizer).get("step"), "__func__", None) is not self._gate:
+            return  # a scheduler has put its own around it, which counts steps
+        if self._before is None:
+            del optimizer.step
+        else:
+            optimizer.step = self._before  # type: ignore[method-assign]
+
+
+class _GivenHook:
+    """Reports the tensors that optimizers are given, until it is removed."""
+
+    def __init__(self, on_given: Callable[[Optimizer, list[Tensor]], None]) -> None:
+        self._lazy: list[weakref.ref[Tensor]] = []  # those that do not exist yet
+        self._real: Any = Optimizer.add_param_group
+        real = self._real
+
+        @functools.wraps(real)
+        def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
+            real(optimizer, param_group)
+            given = optimizer.param_groups[-1]["params"]
+            self._lazy += [weakref.ref(each) for each in given if torch.nn.parameter.is_lazy(each)]
+            on_given(optimizer, given)
+
+        Optimizer.add_param_group = add_param_group  # type: ignore[assignment, method-assign]
+
+    def are_lazy(self) -> bool:
+        """Return whether the first forward of a model makes parameters that an optimizer was given."""
+        self._lazy = [ref for ref in self._lazy if (each := ref()) is not None and torch.nn.parameter.is_lazy(each)]
+        return bool(self._lazy)
+
+    def remove(self) -> None:
+        Optimizer.add_param_group = self._real  # type: ignore[method-assign]
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
