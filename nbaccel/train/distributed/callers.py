@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 import warnings
+import zlib
 from collections.abc import Iterator
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
@@ -21,6 +22,7 @@ from nbaccel.base.notices import PACKAGE_DIR, unignored
 
 __all__ = [
     "is_of_library",
+    "lasting_place",
     "place_of_call",
     "users_frames",
     "users_line",
@@ -116,6 +118,12 @@ def place_of_call() -> int:
     is told apart by who calls it, or by the functions and flags that a caller gives.
     """
     return hash(tuple((frame.f_code, frame.f_lineno, *_given(frame)) for frame in users_frames(_MOST_DEPTH)))
+
+
+def lasting_place() -> int:
+    """Return a number for the user's own lines that led here; equal in another process that runs the same program."""
+    frames = (frame for frame in users_frames(_MOST_DEPTH) if not is_of_library(frame.f_code.co_filename))
+    return zlib.crc32(" ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in frames).encode())
 
 
 def _given(frame: FrameType) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,6 +296,21 @@ class LossHistory:
         self._varying: set[tuple[float, int]] = set()  # terms that were seen to have more, or fewer, numbers than that
         self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were examined, by their shape
         self._watched: set[float] = set()  # shapes of losses that were watched, or are about to be
+
+    def known(self) -> dict[str, Any]:
+        """Return what is known of losses, for a process that goes on with them."""
+        return {name: type(table)(table) for name, table in self._tables()}
+
+    def learn(self, known: dict[str, Any]) -> None:
+        """Add what another process has known."""
+        for name, table in self._tables():
+            table.update(known[name])
+
+    def _tables(self) -> Iterator[tuple[str, Any]]:
+        for owner in (self, self.references):
+            for name, value in vars(owner).items():
+                if isinstance(value, dict | set):
+                    yield f"{type(owner).__name__}.{name}", value
 
     @property
     def state(self) -> tuple[int, ...]:

@@ -155,6 +155,11 @@ class Averaging:
         self._noted_buffers: set[int] = set()
         self._has_extras = False
 
+    @property
+    def losses(self) -> LossHistory:
+        """Return what is known of the losses of this task."""
+        return self._losses
+
     # -- in place of torch's functions
 
     def run(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from nbaccel.base.events import LoopEntered, emit
 from nbaccel.base.quantities import length_or_none
 from nbaccel.base.settings import EACH, SPLIT, WHOLE
 from nbaccel.errors import CannotSplit
-from nbaccel.train.distributed.callers import users_name
+from nbaccel.train.distributed.callers import lasting_place, users_name
 from nbaccel.train.raw_loop.batch_parts import ALONE, UNKNOWN, Cutter, GivenBatches, Label, Layout, Split, Turn, is_own
 from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.loader_pass import (
@@ -153,6 +153,8 @@ class BatchSplitter:
         self._thread = threading.get_ident()
         self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
         self._whole: set[tuple[Any, ...]] = set()  # keys of passes that are not to be split
+        self._lasting: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # keys that hold in another process, by key
+        self._known: dict[tuple[Any, ...], Any] = {}  # by such keys: what another process has known of passes
         self._told: set[tuple[Any, ...]] = set()
         self._gauges.end_alone()
         self._gauges = PassGauges(self._steps, self._rates)
@@ -185,6 +187,32 @@ class BatchSplitter:
         self._is_pending = False  # a part is handed out, and its backward has not come
         self._replay: Iterator[GivenBatches] | None = None
         self._handed: GivenBatches | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the random streams, and what is known of passes, for a process that goes on with this loop."""
+        for key, lasting in self._lasting.items():
+            layout = self._layouts.get(lasting[:3])
+            self._known[lasting] = self._trained.get(key), key in self._whole, None if layout is None else vars(layout)
+        return {"streams": self._streams.state(), "passes": self._known}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with what `state` has returned, maybe in another process."""
+        self._streams.restore(state["streams"])
+        self._known = state["passes"]
+
+    def _remember(self, key: tuple[Any, ...]) -> None:
+        """Use what another process has known of the pass that begins with `key`."""
+        lasting = self._lasting[key] = (*key[:3], lasting_place(), *key[4:])
+        if key in self._trained or lasting not in self._known:
+            return
+        trained, is_whole, layout = self._known[lasting]
+        if trained is not None:
+            self._trained[key] = trained
+        if is_whole:
+            self._whole.add(key)
+        if layout is not None and key[:3] not in self._layouts:
+            self._layouts[key[:3]] = found = Layout()
+            vars(found).update(layout)
 
     # -- backwards
 
@@ -317,6 +345,8 @@ class BatchSplitter:
         size, is_map, kind = batch_size_of(iterator, loader), makes_of_indices(iterator), type(iterator._dataset)
         modes = torch.is_grad_enabled(), self._is_training()
         key = key_of(iterator, size, *modes)
+        if key not in self._lasting:
+            self._remember(key)
         lead, ahead = self._trained.get(key, (0, None))
         is_shared_out = shares_out(iterator)
         self.is_shared_out = self.is_shared_out or is_shared_out

@@ -22,6 +22,7 @@ from nbaccel.base.quantities import short_count
 from nbaccel.base.settings import SPLIT, RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import CannotCut, NotPrepared, RunStopped
+from nbaccel.train.checkpoint.serialization import pack, unpack
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.distributed.process_group import process_group
@@ -36,12 +37,20 @@ from nbaccel.train.raw_loop.last_batch import LastBatch
 from nbaccel.train.raw_loop.part_numbers import PartNumbers
 from nbaccel.train.raw_loop.rank_streams import Seeds
 from nbaccel.train.raw_loop.trained_tensors import Model
-from nbaccel.train.step.raw_loop_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
+from nbaccel.train.step.raw_loop_hooks import (
+    count_steps_by,
+    forget,
+    hold_loop_state,
+    when_beginning_anew,
+    when_stepping_back,
+)
 
 __all__ = [
     "Notices",
     "RawLoopTraining",
 ]
+
+_STATE = "raw loop"
 
 _OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
 """Errors that a number of samples may cause; some of them only with a text that mentions shapes."""
@@ -124,6 +133,7 @@ class RawLoopTraining:
         when_stepping_back(self.step_back)
         when_beginning_anew(self._begin_anew)
         count_steps_by(lambda: self._steps.under_way)
+        hold_loop_state(_STATE, self)
 
     def end(self) -> None:
         """End a task whose program is over: make the ranks end with equal weights.
@@ -192,6 +202,20 @@ class RawLoopTraining:
     def explain(self) -> str:
         """Return why it does not keep equal what ranks train separately; empty if there is no reason."""
         return self._notices.explain()
+
+    # -- its state, see `LoopState`
+
+    def window_is_open(self) -> bool:
+        """Return whether other parts of the present batch follow."""
+        return self._deferred.is_on
+
+    def state(self) -> dict[str, Any]:
+        return {"state": pack({"passes": self._passes.state(), "losses": self._averaging.losses.known()}).structure}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        found = unpack(state["state"], {})
+        self._passes.restore(found["passes"])
+        self._averaging.losses.learn(found["losses"])
 
     # -- parts of it
 
@@ -270,6 +294,7 @@ class RawLoopTraining:
     def _disarm(self) -> None:
         self._is_armed = False
         count_steps_by(None)
+        hold_loop_state(_STATE, None)
         self._hooks.remove()
         leave_scalers()
         self._deferred.begin()

@@ -33,6 +33,10 @@ for some samples only, so one part is not enough."""
 _WATCHED_AGAIN = 2
 """The same at the begin of each pass: a data set may draw from its second epoch on."""
 
+_NUMBERS = ("_seed", "_base", "_count", "_is_apart", "_has_seeded_cuda")
+_GENERATORS = ("_common", "_programs")
+"""Attributes of `Streams` that make its state: numbers, and states of a generator or None."""
+
 
 class Streams:
     """The random streams of one rank: torch's on the CPU, and Python's and NumPy's while samples are fetched.
@@ -65,6 +69,20 @@ class Streams:
         if order_seed is not None:
             self._common = torch.Generator().manual_seed(order_seed).get_state()
             self._seed = torch.default_generator.initial_seed()
+
+    def state(self) -> dict[str, Any]:
+        """Return what the generators do not hold themselves, as it is between two batches."""
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return numbers | {name: None if (each := getattr(self, name)) is None else each.numpy().tobytes()
+                          for name in _GENERATORS}  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue with a state of `state`, after the generators themselves were restored."""
+        for name in _NUMBERS:
+            setattr(self, name, state[name])
+        for name in _GENERATORS:
+            held = state[name]
+            setattr(self, name, None if held is None else torch.frombuffer(bytearray(held), dtype=torch.uint8))
 
     def end(self) -> None:
         self.fetched()
