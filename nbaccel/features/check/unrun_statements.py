@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbaccel.features.check.dry_run.rank_records import NOT_RUN
-from nbaccel.features.check.dry_run.rewriting import is_rewritable
 from nbaccel.features.check.redirected_saves import put_everywhere
+from nbaccel.features.source.users_functions import is_rewritable
 
 __all__ = ["UnrunStatements", "line_of_user", "skip_programs", "skip_removals"]
 

@@ -1,4 +1,5 @@
-"""Marks of sources and fingerprints of values: is it the same function, with the same values? Runs in any process.
+"""The sources of functions: is it the same one, with the same values, and other code for it. Runs in any process.
 
-Maps and sweeps go on where an earlier one has ended if these are alike. It hooks in nowhere. Imports `base`.
+Maps and sweeps go on where an earlier one has ended if marks and fingerprints are alike; checks and checkpoints of
+cells rewrite loops in functions of the notebook. It hooks in nowhere. Imports `base`.
 """

@@ -19,7 +19,7 @@ from typing import Any
 from nbaccel.base.notices import PACKAGE_DIR
 from nbaccel.base.quantities import length_or_none
 from nbaccel.features.check.dry_run.function_hooks import FunctionHooks
-from nbaccel.features.check.dry_run.rewriting import objects_of_process
+from nbaccel.features.source.users_functions import objects_of_process
 from nbaccel.features.speed.changes import SpeedChange
 
 __all__ = ["TrainingParts"]

@@ -26,25 +26,31 @@ from __future__ import annotations
 
 import ast
 import builtins
-import copy
-import gc
 import linecache
 import os
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from nbaccel.base.code_text import parsed_lines
-from nbaccel.base.notices import is_users
+from nbaccel.features.source.users_functions import (
+    NOT_REWRITTEN,
+    Functions,
+    copied,
+    functions_by_file,
+    is_compiled,
+    is_generator,
+    is_rewritable,
+    keep_for_compilers,
+    must_stay_first,
+    placed,
+    replace_codes,
+)
 
-__all__ = ["LOG", "REACHED", "Table", "is_rewritable", "objects_of_process", "provide", "rewrite", "rewrite_functions"]
+__all__ = ["LOG", "REACHED", "Table", "provide", "rewrite", "rewrite_functions"]
 
 LOG, REACHED = "__nbaccel_log__", "__nbaccel_reached__"
 """Builtins that rewritten code calls: the `LoopLog`, and a function that takes the number of a line."""
-
-_ASKS = "__nbaccel_asks__"
-"""Name that a function has for a moment, for `_runs_plain`."""
 
 Table = list[dict[str, Any]]
 """The rewritten places, one for each number, as plain JSON.
@@ -54,30 +60,12 @@ has "every", the numbers of its conditions. A comparison has "ends", the numbers
 outcome that ends them, and "is_test": it is in the test of a `while`.
 """
 
-_NOT_REWRITTEN = frozenset({"forward", "__getitem__", "__getitems__", "__len__", "collate_fn"})
-"""Functions that train nothing: they are called for each batch or sample, by compiled models or in other processes."""
-
-_COMPILERS = frozenset({"compile", "jit", "njit", "script", "vectorize", "guvectorize", "function", "kernel"})
-"""Last names of decorators that translate a function into other code: torch, Numba, JAX, Triton, TensorFlow."""
-
 _OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}
 _LONGEST_HEAD = 80
-
-_MOST_FILES = 200
-"""Files whose functions are rewritten, cells first: a library in a folder of the user has more, and takes seconds."""
-
-_MOST_LINES = 20_000
-"""Lines of these files, of which some thousands are rewritten in a second; a count is the same in all ranks."""
 
 _MOST_NESTED = 7
 """Loops inside of each other that are rewritten: Python compiles 20 nested blocks, and a rewritten loop is two."""
 
-_FUTURE = 0x1FE0000
-"""The bits of `co_flags` for `from __future__` imports."""
-
-_PLACELESS = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)
-
-_Functions = ast.FunctionDef | ast.AsyncFunctionDef
 _Ends = tuple[list[int], bool] | None
 """Loops that a test ends, and the outcome that ends them; None for a test that ends no loop by itself."""
 
@@ -143,9 +131,9 @@ class _Rewriter:
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         done: list[ast.stmt] = []
         for at, statement in enumerate(statements):
-            if self._marks_lines and not _must_stay_first(statement, at):
+            if self._marks_lines and not must_stay_first(statement, at):
                 mark = ast.Call(ast.Name(REACHED, ast.Load()), [ast.Constant(statement.lineno)], [])
-                done.append(_at(ast.Expr(mark), statement))
+                done.append(placed(ast.Expr(mark), statement))
             rest = statements[at + 1 :]
             if rest and self._is_on and isinstance(statement, ast.If) and _goes_to_the_next_round(statement):
                 # `if step % 100: continue` makes the rest of the block a branch
@@ -158,7 +146,7 @@ class _Rewriter:
         return done
 
     def _statement(self, node: ast.stmt) -> ast.stmt:
-        if isinstance(node, _Functions | ast.ClassDef):
+        if isinstance(node, Functions | ast.ClassDef):
             self._inner_scope(node)
         elif self._is_on and isinstance(node, ast.For | ast.While) and len(self._loops) < _MOST_NESTED:
             return self._loop(node)
@@ -178,17 +166,17 @@ class _Rewriter:
             part.body = self.block(part.body)
 
     def _inner_scope(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
-        if not isinstance(node, ast.ClassDef) and _is_compiled(node):
+        if not isinstance(node, ast.ClassDef) and is_compiled(node):
             return
         outer, count = (self._is_on, self._loops, self._flags), len(self.table)
-        plain = [] if isinstance(node, ast.ClassDef) else _copied(node.body)
-        is_plain = isinstance(node, ast.FunctionDef) and node.name not in _NOT_REWRITTEN
-        self._is_on, self._loops = is_plain and not _is_generator(node), []
+        plain = [] if isinstance(node, ast.ClassDef) else copied(node.body)
+        is_plain = isinstance(node, ast.FunctionDef) and node.name not in NOT_REWRITTEN
+        self._is_on, self._loops = is_plain and not is_generator(node), []
         self._flags = {}
         self._blocks_of(node)
         self._is_on, self._loops, self._flags = outer
         if plain and (self._marks_lines or len(self.table) > count):
-            _keep_for_compilers(node, plain)
+            keep_for_compilers(node, plain, _runs_plain)
 
     def _loop(self, node: ast.For | ast.While) -> ast.stmt:
         if isinstance(node, ast.For):
@@ -198,12 +186,12 @@ class _Rewriter:
         number = self._enter(kind, node, head)
         flags, self._flags = self._flags, {**self._flags, **_flag_of(node, number)}
         if isinstance(node, ast.For):
-            node.iter = _at(_call("over", ast.Constant(number), node.iter), node.iter)
+            node.iter = placed(_call("over", ast.Constant(number), node.iter), node.iter)
         else:
             test, _ = self._test(node.test, ([number], False), of_while=True, has_periods=False)
-            asked = _at(_call("goes_on", ast.Constant(number)), node.test)
-            held = _at(_call("holds", ast.Constant(number), test), node.test)
-            node.test = _at(ast.BoolOp(ast.And(), [asked, held]), node.test)
+            asked = placed(_call("goes_on", ast.Constant(number)), node.test)
+            held = placed(_call("holds", ast.Constant(number), test), node.test)
+            node.test = placed(ast.BoolOp(ast.And(), [asked, held]), node.test)
         self._loops.append(number)
         node.body = self.block(node.body)
         self._loops.pop()
@@ -212,7 +200,9 @@ class _Rewriter:
         node.orelse = self.block(node.orelse)
         if refuses:  # `else: raise` of a search that the whole run may end by `break`
             first = node.orelse[0]
-            node.orelse = [_at(ast.If(_at(_call("has_ended", ast.Constant(number)), first), node.orelse, []), first)]
+            node.orelse = [
+                placed(ast.If(placed(_call("has_ended", ast.Constant(number)), first), node.orelse, []), first)
+            ]
         return _with("loop", number, [node], node)
 
     def _if(self, node: ast.If) -> ast.If:
@@ -267,8 +257,8 @@ class _Rewriter:
         if has_periods and (period := _period(node)) is not None:
             value, every, remainder, is_negated = period
             number = self._enter("every", node, ast.unparse(node))
-            asked: ast.expr = _at(_call("every", ast.Constant(number), value, every, remainder), node)
-            return (_at(ast.UnaryOp(ast.Not(), asked), node) if is_negated else asked), [number]
+            asked: ast.expr = placed(_call("every", ast.Constant(number), value, every, remainder), node)
+            return (placed(ast.UnaryOp(ast.Not(), asked), node) if is_negated else asked), [number]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             ends = ends and (ends[0], not ends[1])
             node.operand, numbers = self._test(node.operand, ends, of_while, has_periods)
@@ -276,7 +266,7 @@ class _Rewriter:
         if ends is not None and isinstance(node, ast.Compare) and _is_limit(node):
             number = self._enter("compare", node, ast.unparse(node), ends=ends[0], when=ends[1], is_test=of_while)
             operator = ast.Constant(_OPERATORS[type(node.ops[0])])
-            return _at(_call("compare", ast.Constant(number), node.left, operator, node.comparators[0]), node), []
+            return placed(_call("compare", ast.Constant(number), node.left, operator, node.comparators[0]), node), []
         return node, []
 
     def _enter(self, kind: str, node: ast.stmt | ast.expr, head: str, **more: Any) -> int:
@@ -302,21 +292,13 @@ def _raises(block: list[ast.stmt]) -> bool:
     return any(isinstance(each, ast.Raise) for each in block)
 
 
-def _must_stay_first(statement: ast.stmt, at: int) -> bool:
-    """Return whether a statement would lose its meaning behind another one: a docstring, or an import of the future."""
-    if isinstance(statement, ast.ImportFrom):
-        return statement.module == "__future__"
-    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return at == 0 and is_text
-
-
 def _goes_to_the_next_round(node: ast.If) -> bool:
     """Return whether a statement is `if step % 100: continue`, or the like."""
     is_bare = len(node.body) == 1 and isinstance(node.body[0], ast.Continue) and not node.orelse
     if not is_bare:
         return False
     if _mod(node.test) is not None:
-        node.test = _at(ast.Compare(node.test, [ast.NotEq()], [_at(ast.Constant(0), node.test)]), node.test)
+        node.test = placed(ast.Compare(node.test, [ast.NotEq()], [placed(ast.Constant(0), node.test)]), node.test)
     period = _period(node.test)
     return period is not None and period[3]
 
@@ -332,7 +314,7 @@ def _mod(node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
 def _period(node: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr, bool] | None:
     """Return X, K, C and whether it is negated, for `X % K == C`, `X % K != C` and `not X % K`; else None."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and (sides := _mod(node.operand)):
-        return *sides, _at(ast.Constant(0), node), False
+        return *sides, placed(ast.Constant(0), node), False
     if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
         return None
     if (sides := _mod(node.left)) is None:
@@ -343,64 +325,6 @@ def _period(node: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr, bool] | None:
 def _is_limit(node: ast.Compare) -> bool:
     sides = [node.left, *node.comparators]
     return len(sides) == 2 and type(node.ops[0]) in _OPERATORS and not all(isinstance(s, ast.Constant) for s in sides)
-
-
-def _copied(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Return a copy. Nodes without a place, as of contexts and operators, are one object for all trees, and stay it.
-
-    Not `deepcopy`: it fails at a sum of hundreds of terms, and follows the attribute `parent` that IPython's tracebacks
-    give to nodes, by which a whole file would be copied with each function.
-    """
-    copies = [copy.copy(each) for each in statements]
-    pending: list[ast.AST] = [*copies]
-    while pending:
-        node = pending.pop()
-        for name, value in ast.iter_fields(node):
-            parts = value if isinstance(value, list) else [value]
-            own = [copy.copy(each) if _is_of_one_tree(each) else each for each in parts]
-            pending += filter(_is_of_one_tree, own)
-            setattr(node, name, own if isinstance(value, list) else own[0])
-    return copies
-
-
-def _is_of_one_tree(part: Any) -> bool:
-    return isinstance(part, ast.AST) and not isinstance(part, _PLACELESS)
-
-
-def _keep_for_compilers(node: ast.stmt, plain: list[ast.stmt]) -> None:
-    """Let a function have its plain body where `torch.compile` reads it, which fails at a builtin of ours."""
-    rewritten: list[ast.stmt] = getattr(node, "body")  # noqa: B009  # of a function of either kind
-    head = plain[: int(_must_stay_first(plain[0], 0))]
-    plain, rewritten = plain[len(head) :], rewritten[len(head) :]
-    names: dict[type[ast.Global | ast.Nonlocal], dict[str, None]] = {ast.Global: {}, ast.Nonlocal: {}}
-    for body in (plain, rewritten):
-        _take_declarations(body, names)
-    declared = [kind(list(found)) for kind, found in names.items() if found]
-    if not plain:
-        return
-    asks = ast.ImportFrom(__name__, [ast.alias(_runs_plain.__name__, _ASKS)], 0)
-    forget = ast.Delete([ast.Name(_ASKS, ast.Del())])
-    choice = ast.If(ast.Call(ast.Name(_ASKS, ast.Load()), [], []), plain, [_at(forget, node), *rewritten])
-    node.body = [*head, *(_at(each, node) for each in (*declared, asks, choice))]  # type: ignore[attr-defined]
-
-
-def _take_declarations(body: list[ast.stmt], names: Mapping[type, dict[str, None]]) -> None:
-    """Collect the names that a function declares global or nonlocal: they may be declared once, before their use."""
-    for at, statement in enumerate(body):
-        if isinstance(statement, ast.Global | ast.Nonlocal):
-            names[type(statement)].update(dict.fromkeys(statement.names))
-            body[at] = _at(ast.Pass(), statement)
-        elif not isinstance(statement, _Functions | ast.ClassDef):
-            for field in ("body", "orelse", "finalbody"):
-                _take_declarations(getattr(statement, field, []), names)
-            for part in [*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]:
-                _take_declarations(part.body, names)
-
-
-def _is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether a decorator translates a function: a compiler does not know the log."""
-    called = (each.func if isinstance(each, ast.Call) else each for each in node.decorator_list)
-    return any(ast.unparse(each).rpartition(".")[2] in _COMPILERS for each in called)
 
 
 def _rest_is_about(parts: list[ast.expr], one: ast.expr) -> bool:
@@ -418,142 +342,25 @@ def _read(node: ast.AST) -> set[str]:
     return {name for child in ast.iter_child_nodes(node) for name in _read(child)}
 
 
-def _is_generator(node: ast.AST) -> bool:
-    """Return whether a function yields; functions and lambdas inside of it do not count."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Yield | ast.YieldFrom):
-            return True
-        if not isinstance(child, _Functions | ast.Lambda | ast.ClassDef) and _is_generator(child):
-            return True
-    return False
-
-
 def _call(method: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Attribute(ast.Name(LOG, ast.Load()), method, ast.Load()), list(arguments), [])
 
 
 def _with(method: str, number: int, body: list[ast.stmt], where: ast.stmt) -> ast.With:
-    item = ast.withitem(_at(_call(method, ast.Constant(number)), where), None)
+    item = ast.withitem(placed(_call(method, ast.Constant(number)), where), None)
     return ast.copy_location(ast.With([item], body), where)
-
-
-def _at(node: Any, where: ast.AST) -> Any:
-    """Give a new node the place of the user's, as tracebacks shall show it."""
-    return ast.copy_location(node, where)
-
-
-# --- functions that exist -----------------------------------------------------------------------------------------
-
-
-def is_rewritable(filename: str) -> bool:
-    """Return whether code of that file is of the notebook, or of a module beside it: no library, and it has a text."""
-    parts = filename.split(os.sep)
-    if not is_users(filename) or "site-packages" in parts or "dist-packages" in parts:
-        return False
-    return bool(linecache.getlines(filename))
 
 
 def rewrite_functions(first_number: int = 0, is_ours: Callable[[str], bool] = is_rewritable) -> Table:
     """Give all functions of this process whose file `is_ours` accepts code with rewritten loops; return the table.
 
-    A function is left alone if its code does not come from the text that its file has now. Only for a process that is
-    thrown away: nothing puts the code back. Modules that are imported later are not rewritten.
+    Only for a process that is thrown away: nothing puts the code back.
     """
     table: Table = []
-    files: dict[str, list[types.FunctionType]] = {}
-    judged: dict[str, bool] = {}
-    for function in _functions():
-        name = function.__code__.co_filename
-        if name not in judged:
-            judged[name] = is_ours(name)
-        if judged[name]:
-            files.setdefault(name, []).append(function)
-    lines = 0
-    for name in sorted(files, key=_distance)[:_MOST_FILES]:
-        lines += len(linecache.getlines(name))
-        if lines > _MOST_LINES and os.path.isfile(name):
-            break
+    for name, functions in functions_by_file(is_ours).items():
         with suppress(SyntaxError, ValueError, RecursionError):  # no text, or not one that can be compiled as a whole
-            table += _rewrite_file(name, files[name], first_number + len(table))
+            tree = parsed_lines(linecache.getlines(name))
+            entries = rewrite(tree, first_number + len(table), file=name)
+            if entries and replace_codes(name, functions, tree, LOG):
+                table += entries
     return table
-
-
-def _distance(name: str) -> tuple[bool, bool, str]:
-    """Sort cells before files, and those of the working folder before others."""
-    return os.path.isfile(name), not name.startswith(os.path.join(os.getcwd(), "")), name
-
-
-def objects_of_process() -> list[Any]:
-    """Return all objects. A forked rank has frozen those of the notebook for collections; they stay frozen."""
-    was_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    found = gc.get_objects()
-    if was_frozen:
-        gc.freeze()
-    return found
-
-
-def _functions() -> list[types.FunctionType]:
-    return [each for each in objects_of_process() if type(each) is types.FunctionType]
-
-
-def _rewrite_file(name: str, functions: Sequence[types.FunctionType], first_number: int) -> Table:
-    """Rewrite the functions of one file or cell; return an empty table if none of them has a loop."""
-    lines = linecache.getlines(name)
-    tree = parsed_lines(lines)
-    table = rewrite(tree, first_number, file=name)
-    if not table:
-        return []
-    plain_tree = parsed_lines(lines)
-    is_cell = not os.path.isfile(name)
-    codes: dict[int, tuple[_Codes, _Codes]] = {}
-    count = 0
-    for function in functions:
-        flags = function.__code__.co_flags & _FUTURE
-        if flags not in codes:
-            codes[flags] = _codes(plain_tree, name, flags, is_cell), _codes(tree, name, flags, is_cell)
-        plain, rewritten = (each.get(_key(function.__code__)) for each in codes[flags])
-        if plain is None or rewritten is None or not _uses_log(rewritten):
-            continue
-        if _is_same(function.__code__, plain) and function.__code__.co_freevars == rewritten.co_freevars:
-            function.__code__ = rewritten
-            count += 1
-    return table if count else []
-
-
-_Codes = dict[tuple[str, int], types.CodeType | None]
-
-
-def _key(code: types.CodeType) -> tuple[str, int]:
-    return code.co_qualname, code.co_firstlineno
-
-
-def _codes(tree: ast.Module, name: str, flags: int, is_cell: bool) -> _Codes:
-    """Return the code of each function of a file; None where two have one name and line.
-
-    Args:
-        is_cell: Compile each statement by itself, as IPython does. Methods of a name are called by other instructions
-            where the compiler has seen that it is an imported module.
-    """
-    found: _Codes = {}
-    modules = [ast.Module([node], []) for node in tree.body] if is_cell else [tree]
-    how = flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    pending = [compile(module, name, "exec", how, dont_inherit=True) for module in modules]
-    while pending:
-        for constant in pending.pop().co_consts:
-            if isinstance(constant, types.CodeType):
-                twin = found.get(_key(constant), constant)
-                if twin is not constant:  # the plain body of a rewritten function has functions of its own
-                    twin = constant if twin is not None and _uses_log(constant) and not _uses_log(twin) else None
-                found[_key(constant)] = twin
-                pending.append(constant)
-    return found
-
-
-def _is_same(one: types.CodeType, other: types.CodeType) -> bool:
-    """Return whether a function has been compiled from this text: its file may have been edited since."""
-    return (one.co_code, one.co_names, one.co_varnames) == (other.co_code, other.co_names, other.co_varnames)
-
-
-def _uses_log(code: types.CodeType) -> bool:
-    return LOG in code.co_names or any(isinstance(each, types.CodeType) and _uses_log(each) for each in code.co_consts)

@@ -20,6 +20,7 @@ import pytest
 from nbaccel.features.check.dry_run import rewriting
 from nbaccel.features.check.dry_run.loop_log import LoopLog
 from nbaccel.features.check.dry_run.rewriting import LOG, REACHED, Table, rewrite, rewrite_functions
+from nbaccel.features.source import users_functions
 
 
 @pytest.fixture
@@ -508,7 +509,7 @@ def test_a_text_that_is_no_python_is_no_error(reached: set[int], cell: Callable[
     ],
 )
 def test_only_files_of_the_user_are_rewritten(name: str, is_rewritable: bool) -> None:
-    assert rewriting.is_rewritable(name) is is_rewritable
+    assert users_functions.is_rewritable(name) is is_rewritable
 
 
 def test_a_dataclass_keeps_its_own_methods(reached: set[int], cell: Callable[[str], types.ModuleType]) -> None:
@@ -533,8 +534,8 @@ def test_cells_and_the_working_folder_come_before_other_files(tmp_path: Path, mo
         found: dict[str, Any] = {}
         exec(compile(Path(name).read_text(), name, "exec"), found)
         functions.append(found["f"])
-    monkeypatch.setattr(rewriting, "_MOST_LINES", 9)
-    monkeypatch.setattr(rewriting, "_functions", lambda: iter(functions))
+    monkeypatch.setattr(users_functions, "_MOST_LINES", 9)
+    monkeypatch.setattr(users_functions, "_functions", lambda: iter(functions))
     assert [entry["file"] for entry in rewrite_functions(0, names.__contains__)] == names[:3]
 
 
