@@ -16,6 +16,7 @@
     ├── StayedInRank             a part of an object that a cell left could not leave its rank, and is asked for
     ├── NotPrepared              several ranks, and a model that would train separately in each
     ├── FlagWithoutEffect        a flag without which work is lost has no effect above this loop; nothing was trained
+    ├── FlagConflict             a flag asks for what this loop does by itself, or makes impossible; nothing was trained
     ├── CannotCut                a loop does what it may only do with whole batches, and its batches come in parts
     ├── PeerFailed               another rank failed in a block that this one was waiting for
     ├── CollectiveMismatch       ranks called different collectives, or with different shapes
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointCorrupt",
     "CollectiveMismatch",
     "FeatureMissing",
+    "FlagConflict",
     "FlagWithoutEffect",
     "LaunchRefused",
     "NbaccelError",
@@ -170,6 +172,10 @@ class NotPrepared(NbaccelError):
 
 class FlagWithoutEffect(NbaccelError):
     """A flag that keeps work from being lost has no effect above the loop; raised before its first optimizer step."""
+
+
+class FlagConflict(NbaccelError):
+    """A flag asks for what the loop does by itself, or makes impossible; raised before its first optimizer step."""
 
 
 class CannotCut(NbaccelError):

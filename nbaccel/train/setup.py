@@ -18,6 +18,8 @@ from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.oom.retry.outside_retry import renew
 from nbaccel.train.prepare import unaveraged  # noqa: F401  # as below
+from nbaccel.train.raw_loop.accumulated_batches import AccumulatedBatches
+from nbaccel.train.raw_loop.hooks import LoopChange
 from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.raw_loop.single_rank import SingleRankWatch
@@ -26,7 +28,7 @@ from nbaccel.train.strategies import (
     strategy_class,
 )
 
-__all__ = ["load_for_ranks", "setup_rank"]
+__all__ = ["load_for_ranks", "loop_changes", "setup_rank"]
 
 
 def load_for_ranks(settings: RunSettings, world_size: int) -> None:
@@ -59,4 +61,11 @@ def setup_rank(
         on_renewal(renew)
     if settings.independent or settings.strict:
         return None
-    return RawLoopTraining(world, settings) if world.is_distributed else SingleRankWatch()
+    changes = loop_changes(settings)
+    return RawLoopTraining(world, settings, changes) if world.is_distributed else SingleRankWatch(changes)
+
+
+def loop_changes(settings: RunSettings) -> tuple[LoopChange, ...]:
+    """Return what flags change of a loop that prepares nothing, the outermost change first."""
+    count = settings.gradient_accumulation_steps or 1
+    return (AccumulatedBatches(count),) if count > 1 else ()

@@ -23,6 +23,7 @@ from nbaccel.base.notices import PACKAGE_DIR, unignored
 __all__ = [
     "is_of_library",
     "lasting_place",
+    "library_that_trains",
     "place_of_call",
     "users_frames",
     "users_line",
@@ -109,6 +110,29 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     if sys.getrefcount(found) <= _OWN_REFERENCES:  # otherwise the program has it, by `locals()`
         found.clear()
     return copy
+
+
+_TRAINS = {
+    "transformers.trainer": "transformers",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "lightning_fabric": "lightning",
+    "accelerate": "accelerate",
+}
+"""Modules of libraries that count batches, and choose a precision, by arguments of their own."""
+
+
+def library_that_trains() -> str:
+    """Return the library of `_TRAINS` whose functions are being called; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    depth = _MOST_DEPTH
+    while frame is not None and depth:
+        name = str(frame.f_globals.get("__name__", ""))
+        found = _TRAINS.get(name.partition(".")[0], "") or _TRAINS.get(".".join(name.split(".")[:2]), "")
+        if found:
+            return found
+        frame, depth = frame.f_back, depth - 1
+    return ""
 
 
 def place_of_call() -> int:

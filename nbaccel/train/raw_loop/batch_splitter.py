@@ -28,8 +28,10 @@ from nbaccel.train.raw_loop.batch_parts import ALONE, UNKNOWN, Cutter, GivenBatc
 from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.loader_pass import (
     REMEMBERED,
+    SHARED_PASS,
     BatchesByPass,
     PassGauges,
+    Place,
     SharedPass,
     has_parts,
     key_of,
@@ -52,7 +54,6 @@ from nbaccel.train.raw_loop.rank_streams import Streams, mixed
 
 __all__ = ["BatchSplitter"]
 
-_PASS = "_nbaccel_pass"
 _SEES_ALL = "its collate_fn makes whole batches in every rank, since it may pad or mix samples"
 _SEES_PART = "its collate_fn is given a part of each batch; what it pads, if it does, is as long as that part wants it"
 
@@ -264,6 +265,10 @@ class BatchSplitter:
             self.batches += 1
             self._handed = next(self._replay)
 
+    def place(self) -> Place | None:
+        """Return which batch was handed out last; None where no loader's pass goes on."""
+        return None if self._reported is None else self._reported.gauge.place()
+
     def note_no_loader(self) -> None:
         """Note a backward before any loader has handed out a batch."""
         self._gauges.note_no_loader()
@@ -313,7 +318,7 @@ class BatchSplitter:
     def minds(self, iterator: Any) -> bool:
         """Return whether to handle `iterator`: not within another iterator's batch, nor in another thread."""
         if not self._is_on or threading.get_ident() != self._thread:
-            this = iterator.__dict__.get(_PASS)
+            this = iterator.__dict__.get(SHARED_PASS)
             if this is not None and self._is_on:
                 this.may_split = this.is_split = False  # threads take batches at times that differ between ranks
             return False
@@ -339,7 +344,7 @@ class BatchSplitter:
         Args:
             loader: None in the middle of the pass.
         """
-        old = iterator.__dict__.get(_PASS)
+        old = iterator.__dict__.get(SHARED_PASS)
         if old is not None:
             old.is_over = True
         size, is_map, kind = batch_size_of(iterator, loader), makes_of_indices(iterator), type(iterator._dataset)
@@ -375,7 +380,7 @@ class BatchSplitter:
         this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
         if this.is_split and this.cuts_indices and iterator._num_workers:
             iterator._base_seed = mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
-        iterator.__dict__[_PASS] = this
+        iterator.__dict__[SHARED_PASS] = this
         self._settle()
         return this
 
@@ -468,7 +473,7 @@ class BatchSplitter:
         return is_wanted and may_train and self._mode == SPLIT and label.rows > 1 and this.key not in self._whole
 
     def _pass_of(self, iterator: Any) -> SharedPass:
-        this: SharedPass | None = iterator.__dict__.get(_PASS)
+        this: SharedPass | None = iterator.__dict__.get(SHARED_PASS)
         return this if this is not None and this.task == self._task else self.begin_pass(iterator)
 
     def _next_own(self, this: SharedPass, take: Callable[[], Any], is_split: bool) -> tuple[Any, bool]:

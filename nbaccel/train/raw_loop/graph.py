@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from nbaccel.train.distributed.callers import users_frames, variables_of
 from nbaccel.train.raw_loop.terms import LossTerms
 
 __all__ = [
+    "ScalerRule",
     "forget_scaled",
     "is_compiled",
     "is_scaled",
@@ -92,16 +93,29 @@ def users_scalars(reading: LossTerms, most: int) -> list[tuple[Tensor, tuple[int
 
 _last: list[Any] = []
 _defers: list[Callable[[Any], bool]] = []
+_rules: list[ScalerRule] = []
 
 
-def watch_scalers(defers: Callable[[Any], bool]) -> None:
+class ScalerRule(Protocol):
+    """Decides which calls of scalers are left out beside those that wait for another part of their batch."""
+
+    def withholds_scaler(self, call: str, optimizer: Any) -> bool:
+        """Return whether a call is left out: "unscale_", "step" or "update"; the last one has no optimizer."""
+
+    def rescale(self, factor: Tensor) -> None:
+        """Note that a scaler has multiplied its scale by `factor`."""
+
+
+def watch_scalers(defers: Callable[[Any], bool], rules: Sequence[ScalerRule] = ()) -> None:
     """Record losses that a scaler has scaled, until `leave_scalers`.
 
     Args:
         defers: Returns whether a call of a scaler has to wait; the call then does nothing. Called with the optimizer,
             if one is about to step.
+        rules: Asked if it has not.
     """
     _defers[:] = [defers]
+    _rules[:] = rules
     kind: Any = torch.amp.GradScaler
     original = kind.scale
     if hasattr(original, "__wrapped__"):
@@ -116,21 +130,30 @@ def watch_scalers(defers: Callable[[Any], bool]) -> None:
 
     kind.scale = scale
     for name in ("unscale_", "step", "update"):
-        setattr(kind, name, _unless_deferred(getattr(kind, name), steps=name == "step"))
+        setattr(kind, name, _unless_deferred(getattr(kind, name), name))
 
 
 def leave_scalers() -> None:
     """Stop recording, and drop the last product: a graph leads to the weights of its model."""
     _defers.clear()
+    _rules.clear()
     _last.clear()
 
 
-def _unless_deferred(original: Callable[..., Any], steps: bool) -> Callable[..., Any]:
+def _unless_deferred(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = kwargs.get("optimizer", args[0] if args else None) if steps else None
-        is_withheld = bool(_defers) and _defers[0](optimizer)
-        return None if is_withheld else original(scaler, *args, **kwargs)
+        optimizer = None if name == "update" else kwargs.get("optimizer", args[0] if args else None)
+        if _defers and _defers[0](optimizer if name == "step" else None):
+            return None
+        if any(rule.withholds_scaler(name, optimizer) for rule in _rules):
+            return None
+        before = scaler._scale if _rules and name == "update" else None
+        before = None if before is None else before.clone()
+        found = original(scaler, *args, **kwargs)
+        for rule in _rules if before is not None else ():
+            rule.rescale(scaler._scale / before)
+        return found
 
     return call
 

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,16 +20,39 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbaccel.train.raw_loop.loader_pass import Place
 from nbaccel.train.raw_loop.trained_tensors import surrounding_optimizers
 
-__all__ = ["Hooks", "LoopChange", "TrainedOptimizers"]
+__all__ = ["Hooks", "LoopChange", "TrainedOptimizers", "WatchedLoop", "parameters_of"]
+
+
+class WatchedLoop(Protocol):
+    """Facts of a loop that its watch gives to the changes around it."""
+
+    def say(self, text: str) -> None:
+        """Print a line, once in a task and for all ranks."""
+
+    def place(self) -> Place | None:
+        """Return which batch was handed out last; None where no loader's pass goes on."""
+
+    def is_partial(self) -> bool:
+        """Return whether other parts of the present batch follow."""
+
+    def note_call(self, optimizer: Optimizer) -> None:
+        """Note a call of an optimizer's step that may be left out."""
 
 
 class LoopChange:
     """A flag's change of how an unmodified loop trains; this one changes nothing."""
 
+    def attach(self, loop: WatchedLoop) -> None:
+        """Stand around `loop`, that of all tasks."""
+
     def begin(self, optimizers: TrainedOptimizers) -> None:
         """Begin a task.  optimizers: those of the task, known from now on."""
+
+    def begin_anew(self) -> None:
+        """Begin another attempt of the task's program: nothing of the one before is valid any more."""
 
     def end(self) -> None:
         """End a task, however it ended: nothing of it may be kept. Never raises; may be called again."""
@@ -41,6 +64,13 @@ class LoopChange:
     def step(self, optimizer: Optimizer, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer, by a call of `real` with the arguments; or not."""
         return real(*args, **kwargs)
+
+    def withholds_scaler(self, call: str, optimizer: Optimizer | None) -> bool:
+        """Return whether a scaler's call is left out: "unscale_", "step" or "update", which has no optimizer."""
+        return False
+
+    def rescale(self, factor: Tensor) -> None:
+        """Note that a scaler has multiplied its scale by `factor`."""
 
     def note_dropped(self, owner: Optimizer | Module) -> None:
         """Note that `owner` is about to set gradients to zero, or to None."""
@@ -95,6 +125,11 @@ class Hooks:
         for change in self._changes:
             assert self._optimizers is not None
             change.begin(self._optimizers)
+
+    def begin_anew(self) -> None:
+        """Begin another attempt of the task's program."""
+        for change in self._changes:
+            change.begin_anew()
 
     def remove(self) -> None:
         """Restore torch. Calling this again has no effect."""

@@ -7,12 +7,13 @@ backward may come.
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.base.events import Gauge, LoopEntered, Progress, emit
 from nbaccel.base.quantities import length_or_none
@@ -21,16 +22,20 @@ from nbaccel.train.distributed.callers import place_of_call
 from nbaccel.train.raw_loop.batch_parts import GivenBatches, Label, Layout
 
 __all__ = [
+    "LONE_PASS",
     "REMEMBERED",
+    "SHARED_PASS",
     "BatchesByPass",
     "LoaderPass",
     "PassGauge",
     "PassGauges",
     "PassKey",
+    "Place",
     "SharedPass",
     "has_parts",
     "key_of",
     "not_trained",
+    "pass_over",
     "passed_over",
     "still_needed",
 ]
@@ -53,6 +58,21 @@ def key_of(iterator: Any, batch_size: int | None, *modes: bool) -> PassKey:
         place_of_call(),
         *modes,
     )
+
+
+class Place(NamedTuple):
+    """A batch of a pass that goes on.
+
+    Args:
+        at: Numbers of the pass and of the batch.
+        left: How many batches follow it in the pass; None where that is unknown.
+    """
+
+    at: tuple[int, int]
+    left: int | None
+
+
+_numbers = itertools.count()
 
 
 class PassGauge:
@@ -94,6 +114,14 @@ class PassGauge:
         self.taken = self.samples = 0
         self.has_trained = self.is_over = False
         self.is_left: Callable[[], bool] = lambda: False
+        self._number = next(_numbers)
+
+    def place(self) -> Place | None:
+        """Return where the program is in this pass; None if it was left, or has ended."""
+        if self.is_over or self.is_left() or not self.taken:
+            return None
+        is_known = self._batches is not None and self.taken <= self._batches
+        return Place((self._number, self.taken), self._batches - self.taken if is_known and self._batches else None)
 
     def read(self) -> Progress | None:
         """Return the present progress; None once the pass has ended. Called from any thread."""
@@ -142,6 +170,17 @@ class LoaderPass:
 
 def _nothing() -> None:
     return None
+
+
+LONE_PASS, SHARED_PASS = "_nbaccel_lone_pass", "_nbaccel_pass"
+"""The attributes of an iterator that hold its pass."""
+
+
+def pass_over(iterator: Any, count: int) -> None:
+    """Note that `count` batches of a pass were taken before, in a process that this one continues."""
+    for name in (LONE_PASS, SHARED_PASS):
+        if (this := iterator.__dict__.get(name)) is not None:
+            this.gauge.taken += count
 
 
 class PassGauges:

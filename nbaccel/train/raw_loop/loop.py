@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from nbaccel.base.events import LoopKind, Loss, TrainingMode, emit
 from nbaccel.base.quantities import short_count
@@ -32,8 +33,9 @@ from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter
 from nbaccel.train.raw_loop.graph import leave_scalers, watch_scalers
-from nbaccel.train.raw_loop.hooks import Hooks
+from nbaccel.train.raw_loop.hooks import Hooks, LoopChange
 from nbaccel.train.raw_loop.last_batch import LastBatch
+from nbaccel.train.raw_loop.loader_pass import Place
 from nbaccel.train.raw_loop.part_numbers import PartNumbers
 from nbaccel.train.raw_loop.rank_streams import Seeds
 from nbaccel.train.raw_loop.trained_tensors import Model
@@ -71,12 +73,13 @@ class RawLoopTraining:
     """Keeps one training equal in all ranks, with one object per rank; a launcher calls it around a task.
 
     world: this rank's.  settings: `batches`, "split" or "each", and `split`, the parts of a batch, are used.
+    changes: what flags change of the loop, the outermost first.
 
     Raises:
         NotPrepared: from within a backward, in all ranks: they do not train one model any more.
     """
 
-    def __init__(self, world: World, settings: RunSettings) -> None:
+    def __init__(self, world: World, settings: RunSettings, changes: Sequence[LoopChange] = ()) -> None:
         self._world = world
         self._mode = settings.batches or SPLIT
         self._notices = Notices(world)
@@ -108,8 +111,12 @@ class RawLoopTraining:
             self._averaging.run,
             self._before_step,
             self._after_step,
+            changes,
             on_given=lambda given: self._averaging.models.note_given(given, self._passes.batches),
         )
+        self._changes = changes
+        for change in changes:
+            change.attach(self)
         self._last_batch = LastBatch(None)
 
     # -- the task
@@ -126,7 +133,7 @@ class RawLoopTraining:
         self._order_seed = None  # persistent ranks continue with common numbers
         self.fails_on_parts = self._has_trained_on_parts = False
         self._deferred.begin()
-        watch_scalers(self._defers)
+        watch_scalers(self._defers, self._changes)
         self._hooks.install()
         self._is_armed = True
         self._seeds = Seeds.now()
@@ -242,6 +249,20 @@ class RawLoopTraining:
         if not self._deferred.is_on:
             self._steps.end_step()
 
+    # -- for changes, see `WatchedLoop`
+
+    def say(self, text: str) -> None:
+        self._notices.say(text)
+
+    def place(self) -> Place | None:
+        return self._passes.place()
+
+    def is_partial(self) -> bool:
+        return self._deferred.is_on
+
+    def note_call(self, optimizer: Optimizer) -> None:
+        self._defers(optimizer)
+
     # -- for the averaging, see `AveragedTraining`
 
     def collectives(self) -> Collectives:
@@ -280,6 +301,7 @@ class RawLoopTraining:
             self._passes.begin(self._mode, self._parts)
             self._deferred.begin()
             self._steps.begin_anew()
+            self._hooks.begin_anew()
 
     def step_back(self) -> None:
         """Leave the loop unmodified, since the program prepares by itself."""
@@ -337,7 +359,7 @@ class Notices:
         ranks = self._world.world_size
         if not split.is_split:
             self._whole = split.why
-            self._say(
+            self.say(
                 f"{split.name}: whole in each of {ranks} ranks, the same work: {split.why}. -n 1 does it once; "
                 "--batches each gives each rank batches of its own"
             )
@@ -347,45 +369,45 @@ class Notices:
         text = f"{split.name}: {split.why or f'each of {batches} split over {ranks} ranks'}"
         for more in (split.remark, self._models):
             text += f"; {more}" if more else ""
-        self._say(text)
+        self.say(text)
         for line in self._numbers.lines(ranks, split.is_own):
-            self._say(line)
+            self.say(line)
         if self._has_batch_norm:
-            self._say(
+            self.say(
                 "batch norm sees a part of each batch; torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all"
             )
 
     def note_uneven(self, taken: Sequence[float]) -> None:
         said = ", ".join(f"rank {rank} {count:g}" for rank, count in enumerate(taken))
-        self._say(f"the ranks have taken different numbers of steps ({said}); all have the weights of the longest now")
+        self.say(f"the ranks have taken different numbers of steps ({said}); all have the weights of the longest now")
 
     def note_differing(self) -> None:
-        self._say(
+        self.say(
             "the ranks' weights differed at the end: something changes them that is drawn or decided in each rank; "
             "all have rank 0's now"
         )
 
     def note_parts_shown(self) -> None:
         """Print that a loss whose terms count differently keeps the value that it has here."""
-        self._say("the loss has terms that count differently in parts of a batch: what is shown of it is rank 0's part")
+        self.say("the loss has terms that count differently in parts of a batch: what is shown of it is rank 0's part")
 
     def note_buffers(self, names: str) -> None:
         """Print that a forward has left other values in a buffer than in other ranks."""
-        self._say(
+        self.say(
             f"{names}: a forward changes it by what its batch is, and it is the ranks' average now: right for a mean "
             "over samples, not for a count or a sum. --batches each or -n 1 where that matters"
         )
 
     def note_drawn(self) -> None:
         """Print that the loop draws from NumPy or Python's random while it has a part of a batch."""
-        self._say(
+        self.say(
             "what the loop draws from NumPy or random is the same in all ranks: right for decisions; noise for its "
             "samples is that of each other rank's samples, too. torch's numbers differ between ranks"
         )
 
     def note_lengths(self) -> None:
         """Print that sizes below the loss differ between ranks, beside those of the batch."""
-        self._say(
+        self.say(
             "sizes below the loss differ between ranks, by what their samples are, as where a model pads to the "
             "longest of its part (pad_packed_sequence without total_length): right where padding is masked or ignored. "
             "--batches each or -n 1 where that matters"
@@ -393,14 +415,14 @@ class Notices:
 
     def note_compiled(self) -> None:
         """Print that parts of a batch went through a compiled model."""
-        self._say(
+        self.say(
             "a compiled model cannot be looked into: where it computes with its batch as a whole (a mean over it, "
             "samples beside each other), it has a part of it. --batches each gives ranks whole batches"
         )
 
     def note_no_loader(self) -> None:
         """Print that the loop trained without a loader."""
-        self._say(
+        self.say(
             f"no loader hands out batches: each of {self._world.world_size} ranks does all steps, the same work unless "
             "it draws its data at random. -n 1 does it once"
         )
@@ -409,14 +431,13 @@ class Notices:
         """Print, at the end of a task, that no batch was split.  is_stepped: an optimizer has stepped."""
         if not self._said:
             why = "" if is_stepped else ": it computes gradients, and trains nothing"
-            self._say(
-                f"each of {self._world.world_size} ranks has done all of this loop's work{why}. -n 1 does it once"
-            )
+            self.say(f"each of {self._world.world_size} ranks has done all of this loop's work{why}. -n 1 does it once")
 
     def explain(self) -> str:
         return self._whole
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line, once in a task and by rank 0."""
         if text not in self._said:
             self._said.add(text)
             if self._world.is_main_process:

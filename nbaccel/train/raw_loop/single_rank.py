@@ -20,14 +20,13 @@ from torch.optim import Optimizer
 from nbaccel.base.events import LoopEntered, LoopKind, Loss, TrainingMode, emit
 from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
-from nbaccel.train.raw_loop.hooks import Hooks
-from nbaccel.train.raw_loop.loader_pass import LoaderPass, PassGauges, key_of
+from nbaccel.train.raw_loop.hooks import Hooks, LoopChange
+from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassGauges, Place, key_of
 from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
 from nbaccel.train.step.raw_loop_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
 
 __all__ = ["SingleRankWatch"]
 
-_PASS = "_nbaccel_lone_pass"
 _TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 """Modules whose loops report their own progress."""
 
@@ -42,13 +41,21 @@ _LEFT_WHOLE = (
 
 
 class SingleRankWatch:
-    """Watches one rank's tasks, one after the other; a launcher calls it around each."""
+    """Watches one rank's tasks, one after the other; a launcher calls it around each.
+
+    Args:
+        changes: What flags change of the loop, the outermost first.
+    """
 
     needs_order = False
 
-    def __init__(self) -> None:
+    def __init__(self, changes: Sequence[LoopChange] = ()) -> None:
         self._steps = StepCounter(lambda: self._batches)
-        self._hooks = Hooks(self._run, self._before_step, self._after_step)
+        self._changes = changes
+        self._said: set[str] = set()
+        self._hooks = Hooks(self._run, self._before_step, self._after_step, changes)
+        for change in changes:
+            change.attach(self)
         self._batches = self._backwards = 0
         self._is_armed = False
         self._begin()
@@ -69,7 +76,8 @@ class SingleRankWatch:
         self._steps.begin()
         self._begin()
         ask(self)
-        watch_scalers(lambda optimizer: False)
+        self._said.clear()
+        watch_scalers(lambda optimizer: False, self._changes)
         self._hooks.install()
         self._is_armed = True
         when_stepping_back(self._leave)
@@ -113,6 +121,7 @@ class SingleRankWatch:
             self._gauges.end()
             self._begin()
             self._steps.begin_anew()
+            self._hooks.begin_anew()
 
     def _leave(self) -> None:
         """Stop watching: the task is over, the program prepares by itself, or a trainer reports instead."""
@@ -126,6 +135,24 @@ class SingleRankWatch:
         count_steps_by(None)
         self._gauges.end()
         forget(self._leave)
+
+    # -- for changes, see `WatchedLoop`
+
+    def say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            sys.stdout.write(f"nbaccel: {text}\n")
+            sys.stdout.flush()
+
+    def place(self) -> Place | None:
+        return None if self._now is None else self._now.gauge.place()
+
+    def is_partial(self) -> bool:
+        """Return False: batches come whole."""
+        return False
+
+    def note_call(self, optimizer: Optimizer) -> None:
+        self._steps.meet(optimizer)
 
     # -- backwards and steps
 
@@ -198,14 +225,14 @@ class SingleRankWatch:
         size, may_train = batch_size_of(iterator, loader), torch.is_grad_enabled()
         key = key_of(iterator, size, may_train)
         gauge = self._gauges.begin(key, iterator, batches_of(iterator, loader), may_train)
-        this = iterator.__dict__[_PASS] = LoaderPass(self._task, key, size, gauge)
+        this = iterator.__dict__[LONE_PASS] = LoaderPass(self._task, key, size, gauge)
         return this
 
     def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         return real(iterator)
 
     def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
-        this: LoaderPass | None = iterator.__dict__.get(_PASS)
+        this: LoaderPass | None = iterator.__dict__.get(LONE_PASS)
         if this is None or this.task is not self._task:
             this = self.begin_pass(iterator)
         if self._now is not this:

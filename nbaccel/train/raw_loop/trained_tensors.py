@@ -35,6 +35,7 @@ __all__ = [
     "Models",
     "sums_of",
     "surrounding_optimizers",
+    "surrounding_parameters",
 ]
 
 _KEEP_TOGETHER = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"})
@@ -541,6 +542,12 @@ class _Around:
 def surrounding_optimizers() -> list[torch.optim.Optimizer]:
     """Return the optimizers that the program can reach from where it is. Searches all of its objects."""
     return _Around().optimizers
+
+
+def surrounding_parameters() -> list[Tensor]:
+    """Return the parameters of models that the program can reach from where it is. Searches all of its objects."""
+    parameters = (each for module in _Around().modules for each in module._parameters.values() if each is not None)
+    return list({id(each): each for each in parameters}.values())
 
 
 def _inside(value: Any, kind: type) -> list[Any]:

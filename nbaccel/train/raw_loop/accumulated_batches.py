@@ -1,0 +1,458 @@
+"""Accumulate the batches of an unmodified loop: `-a K`, K of them make one optimizer step. Runs in ranks.
+
+Each optimizer has a window of rounds, which its calls of `step` count: so the two of a GAN, a critic that steps more
+often, and a loop without a loader are right as they are. In all rounds but the last one of a window the gradients of a
+backward are taken out of ``p.grad``, and the step is left out; clipping and a scaler find nothing. In the last round
+``p.grad`` is the mean of the window's batches: each was divided at the root of its graph, as `(loss / K).backward()`
+does. An epoch's last window is as long as the batches that the loader still has.
+
+A round's own gradients stay apart from those of the rounds before until the loop steps, since ``zero_grad`` drops them:
+the loss of a generator also reaches the discriminator. Reasons: docs/design/one-line.md
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from nbaccel.errors import FlagConflict
+from nbaccel.train.distributed.callers import library_that_trains
+from nbaccel.train.raw_loop.graph import leaves_of, runs_backwards_inside
+from nbaccel.train.raw_loop.hooks import LoopChange, TrainedOptimizers, WatchedLoop, parameters_of
+from nbaccel.train.raw_loop.loader_pass import Place
+from nbaccel.train.raw_loop.trained_tensors import surrounding_parameters
+from nbaccel.train.step.raw_loop_hooks import hold_loop_state
+
+__all__ = ["AccumulatedBatches"]
+
+_STATE = "accumulation"
+
+_ABANDONED_AFTER = 3
+"""Passes with steps of other optimizers alone, at least one of them whole, after which a window is not waited for."""
+
+
+class _Window:
+    """Rounds of one optimizer that make one step.
+
+    Attributes:
+        length: Of its rounds.
+        done: Rounds whose step was left out.
+        sums: Gradients of these rounds, by parameter.
+        placed: Parameters in whose ``grad`` they are, in the last round.
+        called_at: Where the program was at the optimizer's last call; None where no loader tells.
+        is_reached: By a backward since its last call.
+        is_granted: A scaler was allowed to step, and decides by itself whether it does.
+        is_scaled: A scaler steps it, so its gradients are multiplied by the scale.
+        is_known: It was called.
+        is_others: A library counts this optimizer's batches.
+        passes: In which others have stepped since its last call.
+    """
+
+    def __init__(self) -> None:
+        self.length = 1
+        self.called_at: Place | None = None
+        self.is_scaled = self.is_known = self.is_others = False
+        self.passes: set[int] = set()
+        self.close()
+
+    def close(self) -> None:
+        self.done = 0
+        self.is_reached = False
+        self.sums: dict[Tensor, Tensor] = {}
+        self.placed: set[Tensor] = set()
+        self.is_granted = False
+
+    @property
+    def is_last(self) -> bool:
+        """True in the round whose step is taken."""
+        return self.done >= self.length - 1
+
+    @property
+    def is_open(self) -> bool:
+        return self.done > 0
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self.is_open and len(self.passes) < _ABANDONED_AFTER
+
+
+class AccumulatedBatches(LoopChange):
+    """Takes one optimizer step for as many batches as `-a` says, in one rank's tasks, one after the other.
+
+    Args:
+        count: Batches for each step.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._flag = f"-a {count}"
+        self._loop: WatchedLoop
+        self._reset()
+
+    def attach(self, loop: WatchedLoop) -> None:
+        self._loop = loop
+
+    def _reset(self) -> None:
+        self._windows: weakref.WeakKeyDictionary[Optimizer, _Window] = weakref.WeakKeyDictionary()
+        self._optimizers: TrainedOptimizers | None = None
+        self._pending: dict[Tensor, Tensor] = {}  # gradients of this round
+        self._pending_at: Place | None = None
+        self._refused: FlagConflict | None = None
+        self._is_inside = self._is_known = self._has_begun = False
+        self._scaler_has_waited = self._scaler_has_stepped = False  # since its last update
+        self._unheld_at: Place | None = None
+        self._looks_at_averages = True
+        self._averages: list[tuple[Tensor, int]] = []  # other weights, with their versions
+        self._thread = threading.get_ident()
+
+    # -- the task
+
+    def begin(self, optimizers: TrainedOptimizers) -> None:
+        self._reset()
+        self._optimizers = optimizers
+        hold_loop_state(_STATE, self)
+
+    def end(self) -> None:
+        """End a task: an open window makes no step, and its gradients are dropped."""
+        if self._optimizers is None:
+            return
+        left = max((window.done for window in self._windows.values() if window.is_waited_for), default=0)
+        if left and _is_of_gradients(error := sys.exc_info()[1]):
+            error.add_note(
+                f"{self._flag}: gradients are there with the last of {self._count} batches, and p.grad is None before."
+            )
+        self._reset()
+        hold_loop_state(_STATE, None)
+        if left:
+            batches = "batch" if left == 1 else f"{left} batches"
+            self._loop.say(
+                f"{self._flag}: the last {batches} made no step, since the loop ended before there were {self._count}; "
+                "the weights are those of the last step"
+            )
+
+    def begin_anew(self) -> None:
+        optimizers, has_begun = self._optimizers, self._has_begun
+        self._reset()
+        self._optimizers, self._has_begun = optimizers, has_begun
+
+    # -- its state, see `LoopState`
+
+    def window_is_open(self) -> bool:
+        """Return whether an optimizer has batches that no step has used."""
+        return any(window.is_waited_for for window in self._windows.values())
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: at a window's end there is no more than the program holds."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Do nothing, see `state`."""
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Return whether `optimizer` has batches that no step has used."""
+        window = self._windows.get(optimizer)
+        return window is not None and window.is_open
+
+    # -- what torch does
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        self._is_known = False
+
+    def note_dropped(self, owner: Optimizer | Module) -> None:
+        if not (self._pending or self._has_placed()):
+            return
+        dropped = list(parameters_of(owner) if isinstance(owner, Optimizer) else owner.parameters())
+        for parameter in dropped:
+            self._pending.pop(parameter, None)
+        for window in self._windows.values():
+            window.placed.difference_update(dropped)
+
+    def run_backward(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._adds_gradients(kwargs) or not args:
+            return real(outputs, *args, **kwargs)
+        if self._refused is not None:
+            raise self._refused
+        place = self._loop.place()
+        held, is_inner = self._held([root for root in outputs if isinstance(root, Tensor)], place)
+        windows = list(dict.fromkeys(held.values()))
+        if not windows:
+            return real(outputs, *args, **kwargs)
+        self._look_at_averages()
+        self._refuse_batches_of_its_own(held, place)
+        for window in windows:
+            self._open(window, place)
+        # One factor at the root rounds as by hand. Of several the one of an optimizer that is about to step: another
+        # one, which has stepped for this batch, is reached by the way, and drops these gradients.
+        about = [window for window in windows if window.is_open or window.called_at != place or place is None]
+        divisor = min(about or windows, key=lambda window: not window.is_open).length
+        for parameter, window in held.items():
+            window.is_reached, window.is_granted = True, False
+            if parameter.grad is None:
+                window.placed.discard(parameter)
+        untouched = {each: each.grad._version for each in held if is_inner and each.grad is not None}
+        otherwise = {each: each.grad for each, window in held.items() if window.length != divisor}
+        for parameter in otherwise:
+            parameter.grad = None
+        grads = args[0] if divisor == 1 else tuple(None if each is None else each / divisor for each in args[0])
+        self._is_inside = True
+        try:
+            found = real(outputs, grads, *args[1:], **kwargs)
+        finally:
+            self._is_inside = False
+        if self._optimizers is None:  # something has prepared
+            return found
+        with torch.no_grad():
+            for parameter, before in otherwise.items():
+                new = parameter.grad
+                new = None if new is None else new * (divisor / held[parameter].length)
+                parameter.grad = before if new is None else new if before is None else _sum(before, new)
+            for parameter, version in untouched.items():
+                if parameter.grad is not None and parameter.grad._version == version:
+                    del held[parameter]  # which no backward inside of this one has reached
+            self._take(held)
+        self._pending_at = place
+        return found
+
+    def step(self, optimizer: Optimizer, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[0] if args else None)
+        return None if self.withholds(optimizer, closure) else real(*args, **kwargs)
+
+    # -- the optimizers' calls
+
+    def withholds(self, optimizer: Optimizer, closure: Any = None, by_scaler: bool = False) -> bool:
+        """Return whether a step is left out, and count it; in a window's last round the window is over.
+
+        Args:
+            by_scaler: A scaler asks, which then steps the optimizer, or not.
+
+        Raises:
+            FlagConflict: The loop cannot be accumulated.
+        """
+        if self._refused is not None:
+            raise self._refused
+        if self._optimizers is None or self._loop.is_partial() or not self._is_ours():
+            return False
+        window = self._windows.pop(optimizer, None) or _Window()
+        self._windows[optimizer] = window  # the one that has stepped last is the last one
+        was_granted, window.is_granted = window.is_granted, False
+        if not window.is_known and library_that_trains():
+            self._hand_back(optimizer, window)
+        window.is_known, window.is_scaled = True, by_scaler or was_granted
+        if window.is_others or (was_granted and not by_scaler):
+            return False
+        self._loop.note_call(optimizer)
+        place = self._loop.place()
+        if closure is not None:
+            self._refuse(
+                f"{type(optimizer).__name__} computes its losses itself (a closure), and takes a batch for each step. "
+                "Leave -a out"
+            )
+        if place is not None and window.called_at == place:
+            self._refuse(
+                f"the loop takes several steps for each batch, and none would come before {self._count} batches. Leave "
+                "-a out"
+            )
+        was_reached, window.is_reached = window.is_reached, False
+        if not was_reached:
+            self._open(window, place)
+        window.called_at = place
+        self._note_pass(window, place)
+        pending = {each: self._pending.pop(each) for each in parameters_of(optimizer) if each in self._pending}
+        if window.is_last:
+            self._place_sums(window, parameters_of(optimizer))
+            window.close()
+            window.is_granted = by_scaler
+            return False
+        if not was_reached and any(each.grad is not None and each.requires_grad for each in parameters_of(optimizer)):
+            self._refuse(
+                "the loop steps with gradients that it has set itself (torch.autograd.grad), and which cannot be "
+                "added up. Leave -a out, or call loss.backward()"
+            )
+        for parameter, gradient in pending.items():
+            before = window.sums.get(parameter)
+            window.sums[parameter] = gradient if before is None else _sum(before, gradient)
+        window.done += 1
+        self._say_once()
+        self._see_averages()
+        return True
+
+    # -- a scaler's calls, see `ScalerRule`
+
+    def withholds_scaler(self, call: str, optimizer: Optimizer | None) -> bool:
+        if self._optimizers is None or self._loop.is_partial():
+            return False
+        if optimizer is None:  # `update`
+            is_withheld = self._scaler_has_waited and not self._scaler_has_stepped
+            self._scaler_has_waited = self._scaler_has_stepped = False
+            return is_withheld
+        if call == "step":
+            is_withheld = self.withholds(optimizer, by_scaler=True)
+        else:
+            window = self._windows.get(optimizer)
+            is_withheld = window is not None and not window.is_last and not window.is_others
+        self._scaler_has_waited |= is_withheld
+        self._scaler_has_stepped |= not is_withheld
+        return is_withheld
+
+    def rescale(self, factor: Tensor) -> None:
+        with torch.no_grad():
+            for window in self._windows.values():
+                for gradient in window.sums.values() if window.is_scaled else ():
+                    gradient.mul_(factor.to(gradient.device))
+
+    # -- parts of it
+
+    def _adds_gradients(self, kwargs: dict[str, Any]) -> bool:
+        is_here = threading.get_ident() == self._thread and torch._C._functorch.maybe_current_level() is None
+        if self._optimizers is None or self._is_inside or not is_here or not self._is_ours():
+            return False
+        self._optimizers.search()  # also before gradients that are asked for, and set by the loop
+        return bool(kwargs.get("accumulate_grad", False))
+
+    def _is_ours(self) -> bool:
+        """Return whether the loop is unmodified, and not that of a library which counts its batches."""
+        if not self._is_known:
+            self._is_known = True
+            self._is_others = bool(library_that_trains())
+        return not self._is_others
+
+    def _held(self, roots: list[Tensor], place: Place | None) -> tuple[dict[Tensor, _Window], bool]:
+        """Return the parameters that a backward adds gradients to and an optimizer holds, with their windows.
+
+        Also return whether some may not be reached: a backward inside of this one decides that.
+        """
+        assert self._optimizers is not None
+        leaves, of_python = leaves_of(roots)
+        if is_inner := runs_backwards_inside(of_python):  # and reaches others of the same optimizers
+            seen = {id(holder): holder for leaf in leaves for holder in self._optimizers.holders(leaf)}
+            among = seen.values() or self._optimizers
+            leaves = list({id(each): each for optimizer in among for each in parameters_of(optimizer)}.values())
+        held = {leaf: window for leaf in leaves if (window := self._window_of(leaf)) is not None}
+        if leaves and not held and not self._has_begun:
+            self._note_unheld(place)
+        return {parameter: window for parameter, window in held.items() if not window.is_others}, is_inner
+
+    def _window_of(self, leaf: Tensor) -> _Window | None:
+        """Return the window of the optimizer that holds `leaf`: of several the one that was called last."""
+        assert self._optimizers is not None
+        holders = self._optimizers.holders(leaf)
+        if not holders:
+            return None
+        if len(holders) > 1:
+            called = [optimizer for optimizer in self._windows if any(optimizer is each for each in holders)]
+            holders = called or holders
+        return self._windows.setdefault(holders[-1], _Window())
+
+    def _open(self, window: _Window, place: Place | None) -> None:
+        """Set the length of a window that has no round yet."""
+        if window.is_open:
+            return
+        is_new = place is not None and (window.called_at is None or place.at != window.called_at.at)
+        left = place.left if place is not None and is_new else None
+        window.length = self._count if left is None else min(self._count, left + 1)
+
+    def _take(self, held: dict[Tensor, _Window]) -> None:
+        """Take gradients out of ``p.grad``, or put there those of the rounds before."""
+        if self._loop.is_partial():  # there are none yet
+            return
+        last = []
+        for parameter, window in held.items():
+            if window.is_last:
+                if window not in last:
+                    last.append(window)
+            elif (new := parameter.grad) is not None:
+                before = self._pending.get(parameter)
+                self._pending[parameter] = new if before is None else _sum(before, new)
+                parameter.grad = None
+        for window in last:
+            self._place_sums(window, list(window.sums))
+
+    def _place_sums(self, window: _Window, parameters: Iterable[Tensor]) -> None:
+        """Add what the rounds before have summed to ``p.grad``, once, also where this round has reached nothing."""
+        for parameter in parameters:
+            if parameter in window.sums and parameter not in window.placed:
+                window.placed.add(parameter)
+                new, before = parameter.grad, window.sums[parameter]
+                parameter.grad = before.clone() if new is None else _sum(new, before)
+
+    def _has_placed(self) -> bool:
+        return any(window.placed for window in self._windows.values())
+
+    def _refuse_batches_of_its_own(self, held: dict[Tensor, _Window], place: Place | None) -> None:
+        before = self._pending_at
+        is_another = place is not None and before is not None and place.at != before.at
+        if is_another and any(parameter in self._pending for parameter in held):
+            self._refuse("the loop takes several batches for one step by itself. Leave -a out, or its own counting")
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._refused = FlagConflict(f"{self._flag}: {why}.")
+        raise self._refused
+
+    def _hand_back(self, optimizer: Optimizer, window: _Window) -> None:
+        """Leave an optimizer alone: its step shows that a library counts its batches."""
+        window.is_others = True
+        for parameter in parameters_of(optimizer):
+            if (gradient := self._pending.pop(parameter, None)) is not None:
+                parameter.grad = gradient * window.length
+        window.close()
+
+    def _note_pass(self, window: _Window, place: Place | None) -> None:
+        window.passes.clear()
+        if place is not None:
+            for other in self._windows.values():
+                if other is not window:
+                    other.passes.add(place.at[0])
+
+    # -- what is said
+
+    def _say_once(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._loop.say(
+                f"{self._flag}: {self._count} batches make one step of an optimizer, with the mean of their gradients; "
+                "what the loop counts as steps are batches, and its schedulers move with each of them"
+            )
+
+    def _note_unheld(self, place: Place | None) -> None:
+        """Say, at the second batch, that no optimizer holds what the loop trains."""
+        if self._unheld_at is not None and (place is None or place != self._unheld_at):
+            self._has_begun = True
+            self._loop.say(f"{self._flag} has no effect: no optimizer holds what this loop trains")
+        self._unheld_at = place
+
+    def _see_averages(self) -> None:
+        """Note the versions of weights that no optimizer holds, after the first step that is left out."""
+        if self._looks_at_averages:
+            self._looks_at_averages = False
+            assert self._optimizers is not None
+            parameters = surrounding_parameters()
+            self._averages = [(each, each._version) for each in parameters if not self._optimizers.holders(each)]
+
+    def _look_at_averages(self) -> None:
+        """Say, at the next backward, that some of them have changed."""
+        averages, self._averages = self._averages, []
+        if any(tensor._version != version for tensor, version in averages):
+            self._loop.say(
+                f"{self._flag}: weights that no optimizer holds change with every batch, as an average of weights "
+                f"does: such a one moves {self._count} times for each step"
+            )
+
+
+def _is_of_gradients(error: BaseException | None) -> TypeGuard[BaseException]:
+    """Return whether a gradient that is None may have caused `error`."""
+    return isinstance(error, TypeError | AttributeError) and "NoneType" in str(error)
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """Return the sum of two gradients, in place of the first one where that is possible."""
+    if first.requires_grad or second.requires_grad:  # they have a graph
+        return first + second
+    return second + first if first.is_sparse and not second.is_sparse else first.add_(second)
