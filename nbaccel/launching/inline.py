@@ -171,6 +171,7 @@ def _heard(listeners: Sequence[Listener], steps: Sink, flags: FlagWatch) -> Iter
 
     reporter = Reporter(ring, gate=steps, watch=unheard, grace=unheard)
     reporter.route(TrainingMode, flags.take)
+    reporter.start()
     own_thread = threading.get_ident()
 
     def hear(event: Event) -> None:

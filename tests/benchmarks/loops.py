@@ -135,6 +135,7 @@ def nbaccel_reporting(training: Training) -> Bout:
     bout = nbaccel(training)
     gate = StepGate(ControlPage.create(1), 0)
     reporter = Reporter(RingWriter(make_ring()), gate, lambda event: None, lambda event: None)
+    reporter.start()
 
     def turn() -> None:
         with outlet(reporter):

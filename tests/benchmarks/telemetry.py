@@ -43,6 +43,7 @@ def record(rounds: int) -> tuple[float, float]:
         RingWriter(fd),
         Reporter(RingWriter(fd), lambda event: None, lambda event: None, lambda event: None),
     )
+    reporter.start()
 
     def median(call: Callable[[int], object]) -> float:
         times = []

@@ -164,8 +164,12 @@ class ControlPage:
             self.finish(rank)
 
     def close(self) -> None:
-        self._map.close()
+        self.unmap()
         os.close(self.fd)
+
+    def unmap(self) -> None:
+        """Release this object's memory; the descriptor stays open."""
+        self._map.close()
 
     def read(self, rank: int) -> RankPosition:
         entered, previous, at, last, parked, in_step = _RANK.unpack_from(self._map, _HEADER + rank * _SLOT)

@@ -33,9 +33,8 @@ from nbaccel.launching.processes.shutdown import endable
 from nbaccel.launching.processes.zygote import Zygote
 from nbaccel.launching.rank.connections import Connections
 from nbaccel.launching.rank.inherited import what_closes_itself
-from nbaccel.launching.rank.jupyter import close_kernel_sockets, kernel_ports
-from nbaccel.launching.rank.main import run_rank
-from nbaccel.launching.rank.parts import RankParts
+from nbaccel.launching.rank.jupyter import kernel_ports
+from nbaccel.launching.rank.main import Rank, run_rank
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.namespace.open_files import FilesOfRanks, take_places
 from nbaccel.namespace.payload import Payload
@@ -122,19 +121,15 @@ class ForkStart:
         def fork_all() -> None:
             try:
                 caller.enter()
+                inherited = _Inherited.now(boots, [*self._resource_fds, *kernel_fds])
                 for boot in boots:
                     with self._files.opened_anew() as own_files:
-                        processes.append(
-                            self._fork(boot, boots, task, close_fds, ports, connections, python_rng, own_files, kept)
-                        )
+                        processes.append(_fork(Rank(boot, self._files.written), task, own_files, inherited))
             except BaseException as error:
                 failures.append(error)
 
         _flush_open_files(self._files.written)
-        ports, python_rng, kept = kernel_ports(), random.getstate(), what_closes_itself()
-        connections = Connections.find(ports)
         caller = CallingThread.capture()
-        close_fds = [*self._resource_fds, *kernel_fds]
         # A child of a thread that has run OpenMP waits for its pool:
         # https://github.com/pytorch/pytorch/issues/58962.
         with _quiet_tokenizers(), CallingThread.kept_local_values():
@@ -148,55 +143,76 @@ class ForkStart:
             raise failures[0]
         return processes
 
-    def _fork(
-        self,
-        boot: WorkerBoot,
-        boots: Sequence[WorkerBoot],
-        task: Task,
-        close_fds: Sequence[int],
-        ports: frozenset[int],
-        connections: Connections,
-        python_rng: Any,
-        own_files: Mapping[int, int],
-        kept: Sequence[Any],
-    ) -> WorkerProcess:
-        lost_threads = threads_of_the_notebook()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        _share_resource_tracker()
-        main_thread = MainThread.find()
-        parts = RankParts(boot, self._files.written)
-        with no_collections():
-            pid = fork()
-            if pid == 0:
-                # Python advises this in the kernel, https://github.com/python/cpython/pull/3705:
-                # why not, `no_collections` says.
-                gc.freeze()  # a collection would write to all objects of the notebook, and so copy their pages
+
+@dataclass(frozen=True, slots=True)
+class _Inherited:
+    """State of the kernel that its forks inherit. It is found once, in the kernel, before all of them.
+
+    Args:
+        boots: The boot records of all ranks.
+        close_fds: Descriptors of the run that only the kernel may hold.
+        connections: See `Connections.leave`.
+        main_thread: See `MainThread`.
+        python_rng: The state of `random`.
+        threads: Threads that user code may wait for, see `LostThreads`.
+        kept: Objects that would close or delete something if a rank released them.
+    """
+
+    boots: Sequence[WorkerBoot]
+    close_fds: Sequence[int]
+    connections: Connections
+    main_thread: MainThread | None
+    python_rng: Any
+    threads: Sequence[threading.Thread]
+    kept: Sequence[Any]
+
+    @classmethod
+    def now(cls, boots: Sequence[WorkerBoot], close_fds: Sequence[int]) -> _Inherited:
+        """Find it. Called in the thread that forks."""
+        return cls(
+            boots,
+            close_fds,
+            Connections.find(kernel_ports()),
+            MainThread.find(),
+            random.getstate(),
+            threads_of_the_notebook(),
+            what_closes_itself(),
+        )
+
+
+def _fork(rank: Rank, task: Task, own_files: Mapping[int, int], inherited: _Inherited) -> WorkerProcess:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    _share_resource_tracker()
+    with no_collections():
+        pid = fork()
         if pid == 0:
-            try:
-                leave_debugger()
-                if main_thread is not None:
-                    main_thread.become()
-                _let_tokenizers_use_one_thread()
-                close_kernel_sockets(ports)
-                connections.leave(boot is boots[0])
-                take_places(own_files)
-                # A fork copies everything but this: CPython reseeds `random` in every forked child.
-                random.setstate(python_rng)
-                own = {getattr(boot, name) for name in WorkerBoot.FDS}
-                others = {getattr(other, name) for other in boots for name in WorkerBoot.FDS} - own
-                run_rank(
-                    boot,
-                    lambda: parts,
-                    lambda: task,
-                    [*close_fds, *others],
-                    is_fork=True,
-                    lost_threads=lost_threads,
-                    written=self._files.written,
-                    kept=kept,
-                )
-            finally:
-                os._exit(70)
-        return WorkerProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            # Python advises this in the kernel, https://github.com/python/cpython/pull/3705:
+            # why not, `no_collections` says.
+            gc.freeze()  # a collection would write to all objects of the notebook, and so copy their pages
+    if pid == 0:
+        try:
+            leave_debugger()
+            if inherited.main_thread is not None:
+                inherited.main_thread.become()
+            _let_tokenizers_use_one_thread()
+            inherited.connections.leave(rank.boot is inherited.boots[0])
+            take_places(own_files)
+            # A fork copies everything but this: CPython reseeds `random` in every forked child.
+            random.setstate(inherited.python_rng)
+            own = {getattr(rank.boot, name) for name in WorkerBoot.FDS}
+            others = {getattr(other, name) for other in inherited.boots for name in WorkerBoot.FDS} - own
+            run_rank(
+                rank,
+                lambda: task,
+                [*inherited.close_fds, *others],
+                is_fork=True,
+                lost_threads=inherited.threads,
+                kept=inherited.kept,
+            )
+        finally:
+            os._exit(70)
+    rank.release()
+    return WorkerProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 class ZygoteStart:

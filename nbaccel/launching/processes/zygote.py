@@ -32,8 +32,7 @@ from nbaccel.launching.ipc.reaper import kill_session, session_members
 from nbaccel.launching.ipc.spec import Task, WorkerBoot, load_named
 from nbaccel.launching.processes.attached_debugger import undebugged
 from nbaccel.launching.processes.handle import WorkerProcess
-from nbaccel.launching.rank.main import run_rank
-from nbaccel.launching.rank.parts import RankParts
+from nbaccel.launching.rank.main import Rank, run_rank
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.namespace.payload import Payload, pack, packages_in, unpack
 
@@ -302,4 +301,4 @@ def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> 
         task: Task = load_named(message["task"]).unpack(task_fd)
         return task
 
-    run_rank(boot, lambda: RankParts(boot), make_task, zygote_fds, is_fork=False)
+    run_rank(Rank(boot), make_task, zygote_fds, is_fork=False)

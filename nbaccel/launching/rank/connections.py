@@ -1,11 +1,11 @@
-"""Connections of the notebook to servers: which of them go on in a forked rank. Used in the kernel, and in its forks.
+"""Sockets of the notebook: which of them go on in a forked rank. Used in the kernel, and in its forks.
 
 A fork inherits every connection, and all ranks would talk on the same one: each takes a part of the answers that
 another has asked for, https://github.com/psf/requests/issues/4323. So one that is not encrypted goes on in the first
 rank alone, as in a process of its own. What is encrypted stays the notebook's, since each message changes the state of
 both ends, and the notebook's own would be stale afterwards. In the other ranks a socket that is not connected is put
 into its place: `requests`, `urllib3`, boto3 and most clients open another one then; what reads from the socket itself
-gets an error, and its note says why.
+gets an error, and its note says why. Sockets between the kernel and its front end, and all that listen, go on in none.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from nbaccel.launching.rank.jupyter import is_of_the_kernel
-
 __all__ = ["Connections", "explain"]
 
 _OF_TORCH = "/torch-shm-dir-"
@@ -29,18 +27,20 @@ _OF_TORCH = "/torch-shm-dir-"
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """Connections to servers that this process has, without those to the notebook's front end.
+    """Sockets of this process that a rank must not share: connections to servers, and those of the kernel itself.
 
     Not covered: encryption by a library in C (libpq, gRPC), whose connection goes on in the first rank as one that is
     not encrypted; the notebook opens another one afterwards.
 
     Args:
-        families: The family of the socket of each descriptor.
+        families: The family of the socket of each connection to a server, by its descriptor.
         encrypted: Descriptors that an `SSLSocket` reads.
+        of_kernel: Descriptors of sockets that listen, or connect the kernel with its front end.
     """
 
     families: dict[int, int] = field(default_factory=dict)
     encrypted: frozenset[int] = frozenset()
+    of_kernel: tuple[int, ...] = ()
 
     @classmethod
     def find(cls, ports: Collection[int]) -> Connections:
@@ -53,23 +53,39 @@ class Connections:
             The connections that are open now.
         """
         families: dict[int, int] = {}
+        of_kernel: list[int] = []
         for entry in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                    families |= _as_connection(int(entry), ports)
+                    found = socket.SocketType(fileno=int(entry))  # the fast class in C: a kernel has dozens of sockets
+                    try:
+                        if is_of_the_kernel(found, ports):
+                            of_kernel.append(int(entry))
+                        elif _is_connection(found):
+                            families[int(entry)] = found.family
+                    finally:
+                        found.detach()
         kind = getattr(sys.modules.get("ssl"), "SSLSocket", None)
         if not families or kind is None:
-            return cls(families)
+            return cls(families, of_kernel=tuple(of_kernel))
         # An object refers to its class: that is looked for in C, among hundreds of thousands of objects.
-        found = (each.fileno() for each in gc.get_referrers(*_with_subclasses(kind)) if issubclass(type(each), kind))
-        return cls(families, frozenset(found) & families.keys())
+        encrypted = {
+            each.fileno() for each in gc.get_referrers(*_with_subclasses(kind)) if issubclass(type(each), kind)
+        }
+        return cls(families, frozenset(encrypted & families.keys()), tuple(of_kernel))
 
     def leave(self, is_first: bool) -> None:
-        """Leave the connections that do not go on in this rank.
+        """Close the sockets of the kernel, and leave the connections that do not go on in this rank.
+
+        A rank that outlives its kernel would otherwise keep the kernel's ports listening, and the restarted kernel,
+        which gets the same ports, would fail with "address already in use".
 
         Args:
             is_first: Whether this is the first rank of its kernel.
         """
+        for number in self.of_kernel:
+            with suppress(OSError):  # the kernel has closed it meanwhile
+                os.close(number)
         for number, family in self.families.items():
             if is_first and number not in self.encrypted:
                 continue
@@ -111,23 +127,37 @@ def _with_subclasses(kind: type[object]) -> Iterator[type[object]]:
         yield from _with_subclasses(each)
 
 
-def _as_connection(number: int, ports: Collection[int]) -> dict[int, int]:
-    """Return the family of a connection, by its descriptor; nothing for any other socket.
+def is_of_the_kernel(found: socket.SocketType, ports: Collection[int]) -> bool:
+    """Return whether a socket listens, has one of `ports`, or is the kernel's other end of such a connection.
+
+    ipykernel connects its debugger to its own shell port. Sockets of Unix are none of the kernel's.
+    """
+    if found.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    try:
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return True
+        address, port = found.getsockname()[:2]
+        if port in ports:
+            return True
+        peer_address, peer_port = found.getpeername()[:2]
+        return peer_port in ports and peer_address == address
+    except OSError:  # it is not connected
+        return False
+
+
+def _is_connection(found: socket.SocketType) -> bool:
+    """Return whether a socket is connected to a server.
 
     Of Unix sockets it is one that was connected to a path, as clients of Docker, PostgreSQL or Redis do; the others are
     pairs of a process and its children.
+
+    Raises:
+        OSError: It is not connected.
     """
-    found = socket.SocketType(fileno=number)  # the fast class in C
-    try:
-        if found.type != socket.SOCK_STREAM:
-            return {}
-        peer = found.getpeername()
-        if found.family == socket.AF_UNIX:
-            is_of_torch = _OF_TORCH in os.fsdecode(peer)
-            return {number: found.family} if peer and not is_of_torch else {}
-        is_network = found.family in (socket.AF_INET, socket.AF_INET6)
-        return {number: found.family} if is_network and not is_of_the_kernel(found, ports) else {}
-    except OSError:  # it listens, or is closed
-        return {}
-    finally:
-        found.detach()
+    if found.type != socket.SOCK_STREAM:
+        return False
+    peer = found.getpeername()
+    if found.family == socket.AF_UNIX:
+        return bool(peer) and _OF_TORCH not in os.fsdecode(peer)
+    return found.family in (socket.AF_INET, socket.AF_INET6)

@@ -314,7 +314,7 @@ _IDLE_TICKS = 10
 _WAKE_NOBODY = ("tqdm", "multiprocessing.queues")
 """Modules whose threads in a rank only write."""
 
-_WATCHES = ("nbaccel-death-watch", "nbaccel-stacks", "nbaccel-telemetry", "nbaccel-lost-threads")
+_WATCHES = ("nbaccel-death-watch", "nbaccel-telemetry", "nbaccel-lost-threads")
 """Threads of the project that wake no waiting thread. Others do: one writes a checkpoint that the program waits for."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")

@@ -11,12 +11,10 @@ import builtins
 import contextlib
 import functools
 import logging
-import os
-import socket
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nbaccel.errors import NoInput
@@ -26,9 +24,7 @@ from nbaccel.launching.ipc.user_code import _shell, reloader
 __all__ = [
     "Publish",
     "adopt_notebook",
-    "close_kernel_sockets",
     "flush_figures",
-    "is_of_the_kernel",
     "kernel_ports",
     "new_shell",
     "reload_modules",
@@ -49,45 +45,6 @@ def kernel_ports() -> frozenset[int]:
     app = kernelapp.IPKernelApp.instance()
     names = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
     return frozenset(port for name in names if (port := getattr(app, name, 0)))
-
-
-def close_kernel_sockets(ports: frozenset[int]) -> None:
-    """Close this process's copies of the kernel's sockets, and of every socket that listens for connections.
-
-    A rank that outlives its kernel would otherwise keep the kernel's ports listening, and the restarted kernel,
-    which gets the same ports, would fail with "address already in use".
-    """
-    for entry in os.listdir("/proc/self/fd"):
-        fd = int(entry)
-        try:
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                continue
-            found = socket.SocketType(fileno=fd)  # the fast class in C: a kernel has dozens of sockets
-        except OSError:
-            continue
-        try:
-            is_kernels = found.family in (socket.AF_INET, socket.AF_INET6) and is_of_the_kernel(found, ports)
-        finally:
-            found.detach()
-        if is_kernels:
-            os.close(fd)
-
-
-def is_of_the_kernel(connection: socket.SocketType, ports: Collection[int]) -> bool:
-    """Return whether the socket listens, has one of `ports`, or is the kernel's other end of such a connection.
-
-    ipykernel connects its debugger to its own shell port.
-    """
-    try:
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return True
-        address, port = connection.getsockname()[:2]
-        if port in ports:
-            return True
-        peer_address, peer_port = connection.getpeername()[:2]
-        return peer_port in ports and peer_address == address
-    except OSError:  # it is not connected
-        return False
 
 
 def new_shell() -> None:

@@ -38,6 +38,7 @@ from nbaccel.base.gpu_driver import has_gpu_driver
 from nbaccel.launching.ipc.control import SAVE_GRACE_S, ControlPage
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.reaper import kill_session
+from nbaccel.launching.rank.process_setup import StacksOnRequest
 
 __all__ = [
     "SPOILT",
@@ -58,23 +59,28 @@ class DeathWatch:
 
     The watch is a thread of every rank, and waits on the kernel's pidfd. A pipe would not be enough: other children of
     the kernel can hold its other end open, so that end-of-file never comes. The parent-death signal would not be enough
-    either: it fires when the forking *thread* ends, and it does not reach the rank's own children.
+    either: it fires when the forking *thread* ends, and it does not reach the rank's own children. The thread also
+    answers the kernel's questions where the rank is.
 
     Args:
+        kernel_pidfd: The kernel's.
         channel_fd: The rank's end of its channel; the kernel keeps the other end open as long as it needs the rank.
+        stacks: What answers the questions.
 
     Attributes:
         when_kernel_died: Called by the thread before that, if the kernel is dead; it returns when the rank may be
             killed.
     """
 
-    def __init__(self, kernel_pidfd: int, channel_fd: int) -> None:
+    def __init__(self, kernel_pidfd: int, channel_fd: int, stacks: StacksOnRequest | None = None) -> None:
         self.when_kernel_died: Callable[[], None] = _nothing
         self._is_at_rest = False
         self._kernel_pidfd = kernel_pidfd
-        self._channel_fd = os.dup(channel_fd)  # the number may be closed and used again
+        self._channel_fd = channel_fd
+        self._stacks = stacks
 
     def start(self) -> None:
+        self._channel_fd = os.dup(self._channel_fd)  # the number may be closed and used again
         threading.Thread(target=self._run, name="nbaccel-death-watch", daemon=True).start()
 
     @contextmanager
@@ -89,10 +95,18 @@ class DeathWatch:
     def _run(self) -> None:
         kernel = select.poll()
         kernel.register(self._kernel_pidfd, select.POLLIN)
-        both = select.poll()
-        both.register(self._kernel_pidfd, select.POLLIN)
-        both.register(self._channel_fd, 0)  # hang-up is always reported
-        both.poll()
+        events = select.poll()
+        events.register(self._kernel_pidfd, select.POLLIN)
+        events.register(self._channel_fd, 0)  # hang-up is always reported
+        # A signal that the program blocks in its own threads must not be delivered to this one.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        stacks = self._stacks
+        if stacks is not None and stacks.questions is not None:
+            events.register(stacks.questions, select.POLLIN)
+            while {fd for fd, _ in events.poll()} == {stacks.questions}:
+                stacks.answer()
+        else:
+            events.poll()
         act = _nothing if self._is_at_rest else self.when_kernel_died
         if kernel.poll(_DYING_MS if act is not _nothing else 0):
             act()
@@ -296,13 +310,15 @@ _EXIT_S = 10.0
 class ExitFunctions:
     """Ends a rank: its own atexit handlers, threads and children get 10 s; then the process ends in any case.
 
-    It is made before any user code. `atexit` runs the newest function first and has no list of its functions, and
+    It is installed before any user code. `atexit` runs the newest function first and has no list of its functions, and
     clearing it would release, in this process, the objects that the notebook's functions hold. So a function is
     registered that ends the process when its turn comes, before those of the notebook.
     """
 
     def __init__(self) -> None:
         self._code = 0
+
+    def install(self) -> None:
         atexit.register(self._end)
         atexit.register(logging.shutdown)
 

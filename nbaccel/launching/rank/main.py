@@ -41,9 +41,9 @@ from nbaccel.launching.rank.process_setup import (
     ChildHandler,
     Interrupt,
     SpareDescriptors,
+    StacksOnRequest,
     raise_oom_score,
     restore_signals,
-    tell_on_signal,
     why_this_fork_fails,
 )
 from nbaccel.launching.rank.reporter import Reporter
@@ -52,6 +52,7 @@ from nbaccel.launching.rank.streams import RankStreams
 from nbaccel.launching.rank.task_report import TaskReport
 
 __all__ = [
+    "Rank",
     "run_rank",
 ]
 
@@ -60,36 +61,31 @@ _BROKEN = 70
 
 
 def run_rank(
-    boot: WorkerBoot,
-    make_parts: Callable[[], RankParts],
+    rank: Rank,
     make_task: Callable[[], Task],
     close_fds: Sequence[int],
     is_fork: bool,
     lost_threads: Sequence[threading.Thread] = (),
-    written: Sequence[Any] = (),
     kept: Sequence[Any] = (),
 ) -> NoReturn:
-    """Run rank `boot.world.rank` until the end of the process.
+    """Run a rank until the end of the process.
 
-    make_parts: returns those of this rank; in a fork they were made in the kernel, where that copies no pages.
-    make_task: builds the task; called after the prologue, so that user code in it already runs in the rank's
-    environment.
-    close_fds: descriptors of the kernel that this process holds copies of.
-    is_fork: this process is a copy of the kernel (else of the zygote).
-    lost_threads: threads of the kernel that user code may wait for, and that do not exist here.
-    written: files of the kernel that are open for writing, and that the task may write to.
-    kept: objects of the kernel that would close or delete something if this process released them.
+    Args:
+        rank: The rank that this process becomes.
+        make_task: Builds the task; called after the prologue, so that user code in it already runs in the rank's
+            environment.
+        close_fds: Descriptors of the kernel that this process holds copies of.
+        is_fork: Whether this process is a copy of the kernel (else of the zygote).
+        lost_threads: Threads of the kernel that user code may wait for, and that do not exist here.
+        kept: Objects of the kernel that would close or delete something if this process released them.
     """
     code = _BROKEN
     # A forked child that returns from here runs the kernel's loop: https://github.com/jupyter/notebook/issues/3106.
     try:
         os.setsid()
-        watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
-        watch.start()
-        raise_oom_score()
-        rank = _Rank(boot, make_parts(), close_fds, is_fork, watch, written)  # by name: its open socket would warn
-        LostThreads(boot.world.rank, lost_threads, rank.interrupt.raise_in_main).start()
-        code = rank.live(make_task)
+        rank.install(close_fds)
+        LostThreads(rank.rank, lost_threads, rank.interrupt.raise_in_main).start()
+        code = rank.live(make_task, is_fork)
     except BaseException:
         with contextlib.suppress(BaseException):
             traceback.print_exc()
@@ -100,57 +96,75 @@ def run_rank(
         os._exit(code)
 
 
-class _Rank:
-    """One rank: prologue in `__init__`, then `live`."""
+class Rank:
+    """One rank. In a fork it is made in the kernel, where that copies no pages; then come `install` and `live`.
 
-    def __init__(
-        self,
-        boot: WorkerBoot,
-        parts: RankParts,
-        close_fds: Sequence[int],
-        is_fork: bool,
-        watch: DeathWatch,
-        written: Sequence[Any],
-    ) -> None:
+    Args:
+        boot: The facts of the rank.
+        written: Files of the kernel that are open for writing, and that the task may write to.
+    """
+
+    def __init__(self, boot: WorkerBoot, written: Sequence[Any] = ()) -> None:
         self.boot = boot
-        self.page = page = parts.page
-        self.parts = parts
-        self.is_fork = is_fork
-        self.pid = os.getpid()
         self.rank = boot.world.rank
-        self.channel = Channel.from_fd(boot.channel_fd)
-        for name, value in boot.environ.items():  # `update` copies many pages of the kernel's, of abstract classes
-            os.environ[name] = value
-        leave_device_errors_to_the_program()  # whichever code forms a group
-        _limit_threads(boot.threads)
-        self._streams = RankStreams(boot, self.channel)
-        for fd in close_fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        adopt_notebook(self.rank, self._streams.publish, self._streams.old_streams)
-        self._kept, self._written = put_aside(self.rank), written
-        self._exit_worker = ExitFunctions()
-        restore_signals()
+        self.parts = RankParts(boot, written)
+        self.page = page = self.parts.page
         self.interrupt = Interrupt()
+        self._written = written
+        self._streams = RankStreams(boot)
+        self._exit_worker = ExitFunctions()
         self._children = ChildHandler()
         self._spare_files = SpareDescriptors()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        self._stacks = tell_on_signal(boot.store_path, self.rank)
+        self._stacks = StacksOnRequest(boot.store_path, self.rank)
+        self._watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd, self._stacks)
         self._peers = PeerWatch(page, self.rank)
-        calls = CallLog(self._peers)
         self._gate = StepGate(page, self.rank)
-        self.reporter = Reporter(RingWriter(boot.ring_fd), self._gate, calls, SaveGrace(page, self.rank, watch))
-        self.reporter.route(TrainingMode, parts.flags.take)
-        self._report = TaskReport(self.channel, boot.world, parts, calls)
-        parts.install()
-        self._watch = watch
+        calls, grace = CallLog(self._peers), SaveGrace(page, self.rank, self._watch)
+        self._ring = RingWriter(boot.ring_fd)
+        self.reporter = Reporter(self._ring, self._gate, calls, grace)
+        self.reporter.route(TrainingMode, self.parts.flags.take)
+        self._report = TaskReport(boot.world, self.parts, calls)
         self._task_watch: TaskWatch | None = None
         self._excluded_ranks: Sequence[int] = ()
         self._renewal: tuple[int, int] | None = None
 
-    def live(self, make_task: Callable[[], Task]) -> int:
+    def release(self) -> None:
+        """Release the memory that this process shares with the rank. Called in the kernel, after the fork."""
+        self._ring.close()
+        self.page.unmap()
+
+    def install(self, close_fds: Sequence[int]) -> None:
+        """Make this process the rank.
+
+        Args:
+            close_fds: Descriptors of the kernel that this process holds copies of.
+        """
+        self._stacks.install()
+        self._watch.start()
+        raise_oom_score()
+        self.pid = os.getpid()
+        self.channel = Channel.from_fd(self.boot.channel_fd)
+        for name, value in self.boot.environ.items():  # `update` copies many pages of the kernel's, of abstract classes
+            os.environ[name] = value
+        leave_device_errors_to_the_program()  # whichever code forms a group
+        _limit_threads(self.boot.threads)
+        old_streams = self._streams.install(self.channel)
+        for fd in close_fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        adopt_notebook(self.rank, self._streams.publish, old_streams)
+        self._kept = put_aside(self.rank), old_streams
+        self._exit_worker.install()
+        restore_signals()
+        self.interrupt.install()
+        self._spare_files.keep()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        self.reporter.start()
+        self.parts.install()
+
+    def live(self, make_task: Callable[[], Task], is_fork: bool) -> int:
         """Run the task and report, again while the kernel has more tasks; then end the rank; return the exit code."""
-        if self.is_fork and (why := why_this_fork_fails()) is not None:
+        if is_fork and (why := why_this_fork_fails()) is not None:
             self.channel.send({"op": "bad_fork", "why": why})  # nothing of the user's has run yet
             return 0
         self.interrupt.watch(partial(self.page.set_handler, self.rank))
@@ -195,7 +209,7 @@ class _Rank:
                 file.flush()
         self.reporter.flush()
         self.page.finish(self.rank)
-        self._report.send(status, error, trace, task)
+        self._report.send(self.channel, status, error, trace, task)
         # A traceback refers to this frame: a name for it here would keep the user's frames, and their objects, alive.
         error = trace = None
         self._spare_files.keep()

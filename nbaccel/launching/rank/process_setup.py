@@ -3,7 +3,7 @@
 The parts are independent of each other; the worker's runtime uses them. Signals act in the user's code, and not in the
 runtime around it (`restore_signals`, `Interrupt`, `ChildHandler`). Ranks of one machine meet in a file
 (`meet_in_file`), are killed before the kernel when memory runs out (`raise_oom_score`), can always report
-(`SpareDescriptors`, `tell_on_signal`), and do not hang in the end of a group (`keep_ended_groups`).
+(`SpareDescriptors`, `StacksOnRequest`), and do not hang in the end of a group (`keep_ended_groups`).
 `why_this_fork_fails` finds out whether the kernel's CUDA or autograd has broken the fork.
 """
 
@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from nbaccel.base.forkable import (
     AUTOGRAD_HAS_THREADS,
@@ -44,11 +44,11 @@ __all__ = [
     "Interrupt",
     "ProcessGroups",
     "SpareDescriptors",
+    "StacksOnRequest",
     "keep_ended_groups",
     "meet_in_file",
     "raise_oom_score",
     "restore_signals",
-    "tell_on_signal",
     "why_this_fork_fails",
 ]
 
@@ -63,6 +63,8 @@ class Interrupt:
         self.is_open = False
         self._has_come = False
         self._error: Exception | None = None
+
+    def install(self) -> None:
         signal.signal(signal.SIGINT, self._handle)
 
     def watch(self, on_change: Callable[[bool], None]) -> None:
@@ -216,7 +218,6 @@ class SpareDescriptors:
 
     def __init__(self) -> None:
         self._fds: list[int] = []
-        self.keep()
 
     def keep(self) -> None:
         with contextlib.suppress(OSError):
@@ -232,34 +233,45 @@ _MOST_PLACES = 100
 """Largest number of places of a stack, the same as in faulthandler."""
 
 
-def tell_on_signal(store_path: str, rank: int) -> object:
-    """Begin to answer requests of the kernel. Return the open file, which the caller keeps.
+class StacksOnRequest:
+    """Answers the kernel's questions where this rank is: with the main thread's stack.
 
-    The answer, the main thread's stack, goes to a file of the run's private folder. Two parts of a rank can answer. A
-    thread is asked through a FIFO: whatever a program does to its signals, the thread answers, unless C code keeps
-    Python's lock. faulthandler is asked by a signal: it needs no lock, but programs replace handlers and block signals.
-    The kernel therefore asks the thread first (`processes/hangs.py`).
+    The answer goes to a file of the run's private folder. Two parts of a rank can answer. The death watch's thread is
+    asked through a FIFO: whatever a program does to its signals, the thread answers, unless C code keeps Python's lock.
+    faulthandler is asked by a signal: it needs no lock, but programs replace handlers and block signals. The kernel
+    therefore asks the thread first (`processes/hangs.py`).
+
+    Args:
+        store_path: A file of that folder.
+
+    Attributes:
+        questions: The descriptor of the FIFO; None before `install`, and on a file system without FIFOs, where the
+            signal is left.
     """
-    file = open(stack_path(store_path, rank), "w", buffering=1, encoding="utf-8")  # noqa: SIM115  # for life
-    file.write(f"main {_name_of_main()}\n")
-    if signal.getsignal(ASK) is signal.SIG_DFL:  # else the notebook uses it
-        faulthandler.register(ASK, file=file, all_threads=True, chain=False)
-    path = question_path(store_path, rank)
-    try:
-        os.mkfifo(path, 0o600)
-        questions = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # also for writing: else it ends with the first request
-    except OSError:  # a file system without FIFOs; the signal is left
-        return file
-    threading.Thread(target=_answer, args=(questions, file), name="nbaccel-stacks", daemon=True).start()
-    return file
 
+    def __init__(self, store_path: str, rank: int) -> None:
+        self.questions: int | None = None
+        self._path = stack_path(store_path, rank)
+        self._question_path = question_path(store_path, rank)
 
-def _answer(questions: int, file: TextIO) -> None:
-    """Write the main thread's stack at every request; ends with the process."""
-    # A signal that the program blocks in its own threads must not be delivered to this one.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    while os.read(questions, 4096):
-        os.write(file.fileno(), _stack().encode(errors="replace"))  # in one call, so that no other text comes between
+    def install(self) -> None:
+        """Open the file and the FIFO; they are closed by the end of the process."""
+        self._answers = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        os.write(self._answers, f"main {_name_of_main()}\n".encode())
+        if signal.getsignal(ASK) is signal.SIG_DFL:  # else the notebook uses it
+            faulthandler.register(ASK, file=self._answers, all_threads=True, chain=False)
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(FileExistsError):  # of a process before this one, in a rank that is started again
+                os.mkfifo(self._question_path, 0o600)
+            # Also for writing: else it ends with the first request.
+            self.questions = os.open(self._question_path, os.O_RDWR | os.O_CLOEXEC)
+
+    def answer(self) -> None:
+        """Write the main thread's stack, for a question that has come."""
+        assert self.questions is not None
+        with contextlib.suppress(OSError):  # a full disk must not end the thread that asks
+            os.read(self.questions, 4096)
+            os.write(self._answers, _stack().encode(errors="replace"))  # in one call: no other text comes between
 
 
 def _stack() -> str:

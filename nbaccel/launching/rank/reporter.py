@@ -102,6 +102,9 @@ class Reporter:
         self.enter_step = Reports(gate).enter_step  # the gate's own method: it runs in every step, and saves a call
         self._writes_losses = True  # this process reports for the rank, and no sink gets its losses first
         self._is_closed = False
+
+    def start(self) -> None:
+        """Begin to read, in a thread. Called in the process whose events these are."""
         _silence_in_children(self)
         self._thread = threading.Thread(target=self._run, name="nbaccel-telemetry", daemon=True)
         self._thread.start()

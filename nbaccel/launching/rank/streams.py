@@ -29,21 +29,41 @@ _PIPE_BYTES = 1 << 20
 
 
 class RankStreams:
-    """Makes this process print through the rank's pipes, from its creation on.
+    """Makes this process print through the rank's pipes, from `install` on."""
 
-    Attributes:
-        old_streams: The earlier `sys.stdout` and `sys.stderr`.
-    """
-
-    def __init__(self, boot: WorkerBoot, channel: Channel) -> None:
-        self._pid = os.getpid()
+    def __init__(self, boot: WorkerBoot) -> None:
+        self._boot = boot
         self._rank = boot.world.rank
         self._nonce = boot.run_nonce
-        self._channel = channel
         self._message_id = 0
         self._publishing = threading.Lock()
         self._asking = threading.Lock()
-        self.old_streams = self._replace_streams(boot.stdout_fd, boot.stderr_fd)
+        self._streams = _text_stream(1), _text_stream(2)
+
+    def install(self, channel: Channel) -> tuple[Any, Any]:
+        """Make fd 0 empty, fd 1 and 2 pipes to the kernel, and sys.stdout and sys.stderr write there line by line.
+
+        Args:
+            channel: The rank's end, for what is shown among the lines.
+
+        Returns:
+            The earlier `sys.stdout` and `sys.stderr`.
+        """
+        self._pid = os.getpid()
+        self._channel = channel
+        stdout_fd, stderr_fd = self._boot.stdout_fd, self._boot.stderr_fd
+        for fd in (stdout_fd, stderr_fd):
+            with contextlib.suppress(OSError):  # over the system's limit for pipes: the default size works too
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        # A separate copy for marks: user code may point fd 1 elsewhere.
+        self._mark_fd = fcntl.fcntl(stdout_fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        empty = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((empty, 0), (stdout_fd, 1), (stderr_fd, 2)):
+            os.dup2(source, target)
+            os.close(source)
+        old = (sys.stdout, sys.stderr)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = self._streams  # type: ignore[misc]
+        return old
 
     def publish(self, message: dict[str, Any]) -> None:
         """Send a rich message, and mark its place among the lines in the output pipe."""
@@ -74,22 +94,6 @@ class RankStreams:
         """Send `op` at once, before the report: the report will be late, or peers are about to miss this rank."""
         with contextlib.suppress(OSError):
             self._channel.send({"op": op})
-
-    def _replace_streams(self, stdout_fd: int, stderr_fd: int) -> tuple[Any, Any]:
-        """Make fd 0 empty, fd 1 and 2 pipes to the kernel, and sys.stdout and sys.stderr write there line by line."""
-        for fd in (stdout_fd, stderr_fd):
-            with contextlib.suppress(OSError):  # over the system's limit for pipes: the default size works too
-                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        # A separate copy for marks: user code may point fd 1 elsewhere.
-        self._mark_fd = fcntl.fcntl(stdout_fd, fcntl.F_DUPFD_CLOEXEC, 3)
-        empty = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((empty, 0), (stdout_fd, 1), (stderr_fd, 2)):
-            os.dup2(source, target)
-            os.close(source)
-        old = (sys.stdout, sys.stderr)
-        sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]
-        sys.stderr = sys.__stderr__ = _text_stream(2)  # type: ignore[misc]
-        return old
 
 
 def mark(nonce: str, message_id: int) -> bytes:

@@ -32,22 +32,28 @@ class TaskReport:
     """Reports the tasks of one rank.
 
     Args:
-        channel: To the kernel.
         world: That of the rank.
         parts: The parts of the rank, whose facts go along.
         calls: The last collectives of the rank.
     """
 
-    def __init__(self, channel: Channel, world: World, parts: RankParts, calls: CallLog) -> None:
-        self._channel = channel
+    def __init__(self, world: World, parts: RankParts, calls: CallLog) -> None:
         self._world = world
         self._parts = parts
         self._calls = calls
 
-    def send(self, status: str, error: BaseException | None, trace: TracebackType | None, task: Task | None) -> None:
+    def send(
+        self,
+        channel: Channel,
+        status: str,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        task: Task | None,
+    ) -> None:
         """Send the report and the results.
 
         Args:
+            channel: To the kernel.
             status: How the task ended: "ok", "stopped", "exited" or "failed".
             error: With which it failed or exited.
             trace: The traceback of the error that ended it; None if it finished.
@@ -95,7 +101,7 @@ class TaskReport:
             "sequence": sequence_number(),
             "cut": cut,
         }
-        self._channel.send(message, [payload.fd])
+        channel.send(message, [payload.fd])
         os.close(payload.fd)
 
     def _snapshot(self, trace: TracebackType | None, task: Task | None) -> StackSnapshot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import ssl
 import subprocess
@@ -110,6 +111,20 @@ def test_an_encrypted_connection_stays_the_notebooks() -> None:
     finally:
         for each in (here, there, listener, client, served):
             each.close()
+
+
+def test_a_socket_that_listens_is_open_in_no_rank() -> None:
+    """A rank that outlives its kernel would hold the kernel's ports, which the restarted kernel needs."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        held = os.fstat(listener.fileno()).st_ino
+
+        def holds() -> bool:
+            open_now = [
+                each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()
+            ]  # not that of the listing
+            return f"socket:[{held}]" in [os.readlink(each) for each in open_now]
+
+        assert launch(holds, 2, start_method="fork", cpu=True).values == [False, False]
 
 
 def test_a_connection_to_the_path_of_a_server_goes_on_in_the_first_rank_alone(tmp_path: Path) -> None:

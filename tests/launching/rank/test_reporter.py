@@ -27,6 +27,7 @@ class Rank:
         self._writer, self._reader = RingWriter(fd), RingReader(fd)
         os.close(fd)
         self.reporter = Reporter(self._writer, print, print, print)
+        self.reporter.start()
 
     def heard(self, *kinds: type) -> list[Any]:
         """What was reported since the last time, of `kinds`."""

@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from nbaccel.base.world import run_folder
 from nbaccel.errors import RanksFailed
 from nbaccel.launching.api import launch
 from nbaccel.launching.ipc.user_code import ASK
@@ -17,15 +19,38 @@ from nbaccel.launching.ipc.user_code import ASK
 def test_a_handler_that_the_notebook_has_for_the_signal_is_kept_in_its_ranks() -> None:
     heard: list[int] = []
 
-    def sends_it_to_itself() -> tuple[list[int], bool]:
+    def sends_it_to_itself() -> list[int]:
         signal.raise_signal(ASK)
-        return heard, "nbaccel-stacks" in [thread.name for thread in threading.enumerate()]
+        return heard
 
     before = signal.signal(ASK, lambda number, frame: heard.append(number))
     try:
-        assert launch(sends_it_to_itself, 1, start_method="fork").value == ([ASK], True)
+        assert launch(sends_it_to_itself, 1, start_method="fork").value == [ASK]
     finally:
         signal.signal(ASK, before)
+
+
+def test_a_rank_has_two_threads_of_the_project_beside_its_program() -> None:
+    """Each costs a stack, and pages of the kernel that are copied for it."""
+
+    def threads() -> list[str]:
+        return [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+
+    assert sorted(launch(threads, 1, start_method="fork").value) == ["nbaccel-death-watch", "nbaccel-telemetry"]
+
+
+def test_the_death_watch_answers_every_question() -> None:
+    def asks() -> list[int]:
+        counts = []
+        for number in (1, 2):
+            with open(f"{run_folder()}/questions-0", "wb", buffering=0) as questions:
+                questions.write(b"?")
+            while (count := Path(run_folder(), "stacks-0").read_text().count("(most recent call first)")) < number:
+                time.sleep(0.01)
+            counts.append(count)
+        return counts
+
+    assert launch(asks, 1, start_method="fork", timeout_s=30).value == [1, 2]
 
 
 @pytest.mark.slow
