@@ -6,6 +6,7 @@ neither torch nor NumPy nor pandas.
 
 from __future__ import annotations
 
+import io
 import math
 import operator
 import pickle
@@ -108,6 +109,7 @@ class _Tensor(Kind):
     """
 
     cost = 8
+    is_data = True
 
     def mark(self, obj: Any) -> _Seen:
         return _Seen.of(obj)
@@ -119,6 +121,9 @@ class _Tensor(Kind):
         if values is None and gradient is None:
             return None
         return TensorChange(values, obj.requires_grad, gradient)
+
+    def digest(self, obj: Any, mark: _Seen) -> Any:
+        return [*map(str, mark.layout[1:]), mark.wants_gradient, mark.digest]
 
     def keeps_memory(self, obj: Any, mark: _Seen) -> bool:
         return mark.digest is not None and has_plain_memory(obj) and _layout(obj) == mark.layout
@@ -175,6 +180,7 @@ class _Array(Kind):
     """Arrays of numbers; those of objects are containers."""
 
     cost = 8
+    is_data = True
 
     def mark(self, obj: Any) -> tuple[Any, ...]:
         return obj.shape, obj.dtype, _digest_of_array(obj)
@@ -196,6 +202,9 @@ class _Array(Kind):
             obj[...] = new
 
         return write
+
+    def digest(self, obj: Any, mark: Any) -> Any:
+        return None if mark is None else [*map(str, mark[:2]), mark[2]]
 
 
 class _ArrayOfAClass(_Array):
@@ -225,6 +234,7 @@ class _Table(Kind):
     """DataFrames and Series, read by columns, and written as pandas' own ``inplace=True`` does."""
 
     cost = 100
+    is_data = True
 
     def mark(self, obj: Any) -> tuple[list[Any], list[Any], Any]:
         pandas: Any = sys.modules["pandas"]
@@ -250,11 +260,17 @@ class _Table(Kind):
 
         return write
 
+    def digest(self, obj: Any, mark: tuple[list[Any], list[Any], Any]) -> Any:
+        axes, columns, names = mark
+        plain = [[str(type(each)) for each in values] if type(values) is list else values for _, values in columns]
+        return [[len(axis) for axis in axes], [kind for kind, _ in columns], zlib.crc32(repr((plain, names)).encode())]
+
 
 class _Column(Kind):
     """Arrays of pandas, such as those with missing values."""
 
     cost = 100
+    is_data = True
 
     def mark(self, obj: Any) -> Any:
         return _digest_of_column(sys.modules["pandas"].Series(obj, copy=False))
@@ -276,6 +292,8 @@ class _Column(Kind):
 class _Stateful(Kind):
     """Random generators, by the state that they return and accept."""
 
+    is_data = True
+
     def __init__(self, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
         self._read = read
         self._write = write
@@ -288,6 +306,13 @@ class _Stateful(Kind):
 
     def writing(self, obj: Any, change: tuple[Any]) -> Write:
         return lambda: self._write(obj, change[0])
+
+    def digest(self, obj: Any, mark: bytes) -> Any:
+        text = io.BytesIO()
+        pickler = pickle.Pickler(text)
+        pickler.fast = True  # else it depends on which equal texts in the state are one object
+        pickler.dump(pickle.loads(mark))
+        return zlib.crc32(text.getvalue())
 
 
 def _bytes_of_generator(generator: Any) -> bytes:

@@ -32,6 +32,7 @@ __all__ = [
     "ObjectPlace",
     "belongs_to_ipython",
     "found_at",
+    "is_the_users",
     "no_collections",
     "writes_of",
 ]
@@ -159,6 +160,7 @@ class Inventory:
         is_copy: This process is a copy of the kernel, so objects have the same addresses as there.
         most: Objects that are read. What is trained does not count, and is always read: models, optimizers, and what
             they lead to. Of the others each name gets its share first, without containers of more than 1,000 elements.
+        kinds: Says how objects are read; `Kinds` by default.
 
     Attributes:
         takes_gradients: See `Places`.
@@ -174,13 +176,14 @@ class Inventory:
         *,
         is_copy: bool = True,
         most: int = _MOST_OBJECTS,
+        kinds: Kinds | None = None,
     ) -> None:
         self.takes_gradients = True
         self._namespace = namespace
         self._classes: set[int] = set()  # whose code was read
         self._is_copy = is_copy
         self._objects: list[Any] = []  # kept, so that no id is used twice
-        self._kind_of_each = Kinds()
+        self._kind_of_each = kinds or Kinds()
         self._kinds: list[Kind | None] = []
         self._marks: list[Any] = []
         self._ways: list[tuple[int, Step] | str] = []  # to each object: the one before and the step; or the name
@@ -234,6 +237,10 @@ class Inventory:
             steps.append(step)
         assert isinstance(way, str)
         return ObjectPlace(way, tuple(reversed(steps)), id(self._objects[owner]) if self._is_copy else 0)
+
+    def seen(self) -> Iterator[tuple[Any, Kind | None, Any]]:
+        """Yield the objects that were read, in the order of the walk, each with its kind and its mark."""
+        yield from zip(self._objects, self._kinds, self._marks, strict=True)
 
     def changes(self) -> Iterator[Change]:
         """Yield the change of each object that has changed; `unlooked` names those that cannot be compared.
@@ -422,9 +429,9 @@ class Baseline:
             {
                 name: value
                 for name, value in now.items()
-                if _is_the_users(name) and not _is_as_before(name, value, before)
+                if is_the_users(name) and not _is_as_before(name, value, before)
             },
-            [name for name in before if name not in now and _is_the_users(name)],
+            [name for name in before if name not in now and is_the_users(name)],
             changes,
             self.inventory.unlooked,
             self.inventory.stayed
@@ -452,7 +459,8 @@ _OF_DYNAMO = ("__compiled_fn_", "__resume_at_")
 """Begins of names that torch.compile binds in the namespace of the code that it compiles."""
 
 
-def _is_the_users(name: str) -> bool:
+def is_the_users(name: str) -> bool:
+    """Return whether a name of the notebook is the user's, not one of Python, IPython or torch.compile."""
     return name not in _NAMES_OF_MODULES and not name.startswith(_OF_DYNAMO) and not belongs_to_ipython(name)
 
 

@@ -89,9 +89,11 @@ class Kind:
 
     Attributes:
         cost: How many plain objects are read in the same time.
+        is_data: `change` returns plain values and objects, so a file of data can hold it.
     """
 
     cost = 1
+    is_data = False
 
     def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
         """Return the objects that an object consists of, each with the step to it.
@@ -133,6 +135,18 @@ class Kind:
         """
         return ""
 
+    def digest(self, obj: Any, mark: Any) -> Any:
+        """Return JSON that is the same in another process if an object had the same state there; None if nothing shows
+        it.
+
+        Parts that are objects count by their classes.
+
+        Args:
+            obj: An object of this kind.
+            mark: What `mark` returned for it: the state that counts.
+        """
+        return None
+
     def keeps_memory(self, obj: Any, mark: Any) -> bool:
         """Return whether an object is a tensor whose memory is laid out as at `mark`, so that another may be a view of
         it.
@@ -144,7 +158,7 @@ class Kind:
         return False
 
     def writing(self, obj: Any, change: Any) -> Write:
-        """Prepare to write a change into an object.
+        """Prepare to write a change into an object. What is returned may be called again, and then writes the same.
 
         Args:
             obj: An object of this kind, in the receiving process.

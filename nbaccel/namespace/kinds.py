@@ -8,11 +8,13 @@ any other. Objects that keep their values in plain memory are in `arrays`.
 from __future__ import annotations
 
 import array
+import contextlib
 import functools
 import io
 import itertools
 import operator
 import types
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -34,7 +36,7 @@ from nbaccel.namespace.process_objects import (
 from nbaccel.namespace.state_in_c import Owner, keeps_state_in_c, may_own_state_in_c
 from nbaccel.namespace.wrappers import is_accelerator, is_lightnings_callback, is_put_there, plain, users_class, wraps
 
-__all__ = ["ATTRIBUTES", "Kinds", "attributes_of", "globals_of", "is_found_by_name", "part"]
+__all__ = ["ATTRIBUTES", "Kinds", "attributes_of", "globals_of", "is_found_by_name", "part", "slots_of"]
 
 _ATTRIBUTES: Step = ("attributes", None)
 
@@ -57,6 +59,8 @@ class _Dict(Kind):
     Args:
         methods: The class of Python's own whose methods read it: an OrderedDict has its own order.
     """
+
+    is_data = True
 
     def __init__(self, methods: Any = dict) -> None:
         self._methods = methods
@@ -107,7 +111,7 @@ class _Dict(Kind):
 
         def write() -> None:
             for key in removed:
-                methods.__delitem__(obj, key)
+                methods.pop(obj, key, None)
             for key, value in zip(new, change.values, strict=True):
                 methods.__setitem__(obj, key, value)
 
@@ -121,6 +125,8 @@ def _own_entries(keys: Iterable[Any], values: Iterable[Any]) -> dict[int, tuple[
 
 
 class _List(Kind):
+    is_data = True
+
     def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
         return _items(list.__iter__, obj)
 
@@ -141,6 +147,9 @@ class _List(Kind):
         if list.__len__(obj) != before:
             raise CannotWrite("the notebook has changed it meanwhile")
         return lambda: list.__setitem__(obj, slice(stay, None), rest)
+
+    def digest(self, obj: Any, mark: Any) -> Any:
+        return _digest_of_elements(mark)
 
 
 class _Deque(_List):
@@ -171,9 +180,14 @@ class _Tuple(Kind):
     def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
         return _items(tuple.__iter__, obj)
 
+    def digest(self, obj: Any, mark: Any) -> Any:
+        return _digest_of_elements(list(tuple.__iter__(obj)))
+
 
 class _Set(Kind):
     """Sets. The elements are not read: elements of sets seldom change."""
+
+    is_data = True
 
     def mark(self, obj: Any) -> Any:
         return {id(element): element for element in set.__iter__(obj)}
@@ -192,9 +206,15 @@ class _Set(Kind):
 
         return write
 
+    def digest(self, obj: Any, mark: Any) -> Any:
+        is_plain = _EXACT_VALUES.issuperset(map(type, mark.values()))  # others have no order
+        return _digest_of_elements(sorted(mark.values(), key=repr)) if is_plain else [len(mark)]
+
 
 class _Objects(Kind):
     """Arrays of objects."""
+
+    is_data = True
 
     def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
         return _items(list.__iter__, obj.ravel().tolist())
@@ -221,11 +241,16 @@ class _Objects(Kind):
 class _Bytes(Kind):
     """Bytearrays, and arrays of the standard library."""
 
+    is_data = True
+
     def mark(self, obj: Any) -> bytes:
         return bytes(memoryview(obj).cast("B"))
 
     def change(self, obj: Any, mark: bytes) -> Any:
         return None if self.mark(obj) == mark else (obj[:],)
+
+    def digest(self, obj: Any, mark: bytes) -> Any:
+        return [len(mark), zlib.crc32(mark)]
 
     def writing(self, obj: Any, change: Any) -> Write:
         def write() -> None:
@@ -236,6 +261,8 @@ class _Bytes(Kind):
 
 class _Object(Kind):
     """Objects of a class: attributes, slots, and the class itself, which an object may change."""
+
+    is_data = True
 
     def __init__(self, slots: dict[str, Any]) -> None:
         self._slots = slots
@@ -260,14 +287,19 @@ class _Object(Kind):
 
     def writing(self, obj: Any, change: Any) -> Write:
         kind, changed, gone = change
+        if kind is not None and not isinstance(kind, type):
+            raise CannotWrite("its class would be none")
+        values = [(self._slots[name], value) for name, value in changed.items()]
+        removed = [self._slots[name] for name in gone]
 
         def write() -> None:
             if kind is not None:
                 object.__setattr__(obj, "__class__", kind)
-            for name, value in changed.items():
-                self._slots[name].__set__(obj, value)
-            for name in gone:
-                self._slots[name].__delete__(obj)
+            for slot, value in values:
+                slot.__set__(obj, value)
+            for slot in removed:
+                with contextlib.suppress(AttributeError):
+                    slot.__delete__(obj)
 
         return write
 
@@ -283,6 +315,8 @@ class _Object(Kind):
 
 class _Class(Kind):
     """Classes of the notebook: the values of their attributes."""
+
+    is_data = True
 
     def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
         return ((("class", name), value) for name, value in self.mark(obj).items())
@@ -304,7 +338,8 @@ class _Class(Kind):
             for name, value in changed.items():
                 type.__setattr__(obj, name, value)
             for name in gone:
-                type.__delattr__(obj, name)
+                with contextlib.suppress(AttributeError):
+                    type.__delattr__(obj, name)
 
         return write
 
@@ -324,6 +359,8 @@ class _Function(Kind):
 
 class _Cell(Kind):
     """A variable of a function that functions inside of it share."""
+
+    is_data = True
 
     def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
         yield from ((("contents", None), value) for value in self.mark(obj))
@@ -470,7 +507,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "at": lambda obj, index: next(itertools.islice(dict.values(obj), index, None)),
     "key": lambda obj, index: next(itertools.islice(dict.keys(obj), index, None)),
     "item": _element,
-    "slot": lambda obj, name: _slots_of(type(obj))[name].__get__(obj),
+    "slot": lambda obj, name: slots_of(type(obj))[name].__get__(obj),
     "class": lambda obj, name: type.__dict__["__dict__"].__get__(obj)[name],
     "closure": lambda obj, index: obj.__closure__[index],
     "defaults": lambda obj, _: obj.__defaults__,
@@ -503,20 +540,20 @@ def _chosen(kind: type) -> Kind | None:
     if wraps(kind):
         return _WRAPPER
     if (own := kind_of_memory(kind) or kind_of_file(kind)) is not None:
-        return _Both(own, _Object(_slots_of(kind))) if own is ARRAY_OF_A_CLASS else own
+        return _Both(own, _Object(slots_of(kind))) if own is ARRAY_OF_A_CLASS else own
     if (own := kind_of_process_object(kind)) is not None:
         is_buffer = issubclass(kind, (io.BytesIO, io.StringIO)) and kind.__module__ != "_io"
-        return _Both(own, _Object(_slots_of(kind))) if is_buffer else own
+        return _Both(own, _Object(slots_of(kind))) if is_buffer else own
     if belongs_to_its_process(kind) and not is_lightnings_callback(kind):
         return None
     for builtin, own in _OF_BUILTINS:
         if issubclass(kind, builtin):
-            return own if kind is builtin or builtin is type else _Both(own, _Object(_slots_of(kind)))
+            return own if kind is builtin or builtin is type else _Both(own, _Object(slots_of(kind)))
     if issubclass(kind, BaseException) or not keeps_state_in_c(kind):
-        own = _Object(_slots_of(kind))
+        own = _Object(slots_of(kind))
         return None if kind is object else _Both(Owner(), own) if may_own_state_in_c(kind) else own
     own = kind_in_c(kind)
-    return None if own is None else _Both(own, _Object(_slots_of(kind)))
+    return None if own is None else _Both(own, _Object(slots_of(kind)))
 
 
 class _Both(Kind):
@@ -525,6 +562,7 @@ class _Both(Kind):
     def __init__(self, container: Kind, rest: Kind) -> None:
         self._container = container
         self._rest = rest
+        self.is_data = container.is_data and rest.is_data
 
     def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
         yield from self._container.parts(obj)
@@ -540,6 +578,9 @@ class _Both(Kind):
     def doubt(self, obj: Any, mark: Any) -> str:
         return self._container.doubt(obj, mark[0]) or self._rest.doubt(obj, mark[1])
 
+    def digest(self, obj: Any, mark: Any) -> Any:
+        return self._container.digest(obj, mark[0])
+
     def writing(self, obj: Any, change: Any) -> Write:
         kinds = (self._container, self._rest)
         writes = [kind.writing(obj, own) for kind, own in zip(kinds, change, strict=True) if own is not None]
@@ -551,10 +592,21 @@ class _Both(Kind):
         return write
 
 
+_MOST_ELEMENTS = 10_000
+"""Elements that are read for a digest; of more every second one, or every third ..."""
+
+
+def _digest_of_elements(elements: list[Any]) -> list[int]:
+    """Return the number of elements, and a checksum of their values; of those that are objects, of their classes."""
+    step = -(-len(elements) // _MOST_ELEMENTS) or 1
+    text = repr([each if type(each) in _EXACT_VALUES else type(each).__name__ for each in elements[::step]])
+    return [len(elements), zlib.crc32(text.encode("utf-8", "surrogatepass"))]
+
+
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def _slots_of(kind: type) -> dict[str, Any]:
+def slots_of(kind: type) -> dict[str, Any]:
     """Return the slots of classes written in Python, by name; those of C classes are left out."""
     return {
         name: member

@@ -91,6 +91,8 @@ class Owner(Kind):
         is_in_c: Whether the class is written in C, so that the pointer is no attribute.
     """
 
+    is_data = True
+
     def __init__(self, is_in_c: bool = False) -> None:
         self._left = _MOST_BYTES
         self._is_in_c = is_in_c
