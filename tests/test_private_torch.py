@@ -72,6 +72,7 @@ UNGUARDED = {
     "_check_reducer_finalized": "torch._C._distributed_c10d.Reducer._check_reducer_finalized",
     "_rebuild_buckets": "torch._C._distributed_c10d.Reducer._rebuild_buckets",
     "_call_impl": "module._call_impl",
+    "_wrapped_call_impl": "module._wrapped_call_impl",
     "_compiled_call_impl": "module._compiled_call_impl",
     "_extra_state": "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX",
     "_modules": "module._modules",

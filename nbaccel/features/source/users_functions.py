@@ -20,6 +20,7 @@ from nbaccel.base.code_text import parsed_lines
 from nbaccel.base.notices import is_users
 
 __all__ = [
+    "FUTURE",
     "NOT_REWRITTEN",
     "Codes",
     "Functions",
@@ -52,7 +53,7 @@ _MOST_FILES = 200
 _MOST_LINES = 20_000
 """Lines of these files, of which some thousands are rewritten in a second; a count is the same in all ranks."""
 
-_FUTURE = 0x1FE0000
+FUTURE = 0x1FE0000
 """The bits of `co_flags` for `from __future__` imports."""
 
 _ASKS = "__nbaccel_asks__"
@@ -228,7 +229,7 @@ def replace_codes(name: str, functions: Sequence[types.FunctionType], tree: ast.
     codes: dict[int, tuple[Codes, Codes]] = {}
     replaced = []
     for function in functions:
-        flags = function.__code__.co_flags & _FUTURE
+        flags = function.__code__.co_flags & FUTURE
         if flags not in codes:
             plain_codes = codes_of(plain_tree, name, flags, is_cell, builtin)
             codes[flags] = plain_codes, codes_of(tree, name, flags, is_cell, builtin)
