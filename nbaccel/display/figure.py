@@ -144,6 +144,8 @@ def draw(
         >>> [axes.get_title(loc="left") for axes in draw(history).axes]
         ['loss 1']
     """
+    from nbaccel.display.run_figure import edge_of_column
+
     facts = facts or RunFacts()
     known = dict.fromkeys(name for phase in history.phases for name in phase.series)
     chosen = [name for name in facts.shown(list(known)) if name in known] if names is None else list(names)
@@ -175,7 +177,8 @@ def draw(
             nothing.set_axis_off()
         for at, part in enumerate(beside):
             each = 2 * rows // len(beside)
-            part(figure.add_subplot(grid[at * each : (at + 1) * each, -1]), history, ground)
+            axes = figure.add_subplot(grid[at * each : (at + 1) * each, -1])
+            axes.set_title(part(axes, history, ground), x=edge_of_column(side_in))
     return figure
 
 
@@ -346,10 +349,9 @@ def logarithmic(axes: Axes) -> None:
         formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
 
 
-def _memory(axes: Axes, history: History, ground: Ground) -> None:
-    """Draw the memory of each rank over time, and the limit."""
+def _memory(axes: Axes, history: History, ground: Ground) -> str:
+    """Draw the memory of each rank over time, and the limit; return the title."""
     peaks = [usage.peak_bytes for usage in history.memory.values()]
-    axes.set_title(f"memory, peak {span(peaks)}" if peaks else "memory")
     axes.set_ylabel("GB")
     top = float(max(peaks, default=0))
     for rank in history.memory:
@@ -364,16 +366,18 @@ def _memory(axes: Axes, history: History, ground: Ground) -> None:
         axes.text(0.01, limit / 1e9, f"limit {gigabytes(limit)}", transform=axes.get_yaxis_transform(), va="bottom")
         top = max(top, limit * 1.2)
     _from_zero(axes, history, top / 1e9, ground)
+    return f"memory, peak {span(peaks)}" if peaks else "memory"
 
 
-def _speed(axes: Axes, history: History, ground: Ground) -> None:
+def _speed(axes: Axes, history: History, ground: Ground) -> str:
+    """Draw the steps per second over time; return the title."""
     line = history.speed.mean()
     steps_per_s = history.steps_per_s
-    axes.set_title("speed" if steps_per_s is None else f"speed, {rate(steps_per_s, 'steps')}")
     axes.set_ylabel("steps/s")
     axes.set_xlabel("seconds")
     axes.plot(_seconds(line), line.mean, color=ground.ink, linewidth=1.2)
     _from_zero(axes, history, max(line.high, default=0.0), ground)
+    return "speed" if steps_per_s is None else f"speed, {rate(steps_per_s, 'steps')}"
 
 
 def _longest(series: Series) -> Line:

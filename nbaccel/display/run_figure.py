@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import LayoutEngine
 from PIL import Image
 
-__all__ = ["Margins", "RunFigure", "png_of", "size_px"]
+__all__ = ["Margins", "RunFigure", "edge_of_column", "png_of", "size_px"]
 
 _CSS_DPI = 96
 _COLOURS = 160
@@ -28,6 +28,18 @@ _LABEL_IN = 0.18
 """Room for the label of an axis, beside that of its ticks."""
 _TO_LABEL_IN = 19 / 72
 """From a plot down to the label of its axis: a tick, its number and the spaces between, as matplotlib measures them."""
+
+
+def edge_of_column(width_in: float) -> float:
+    """Return the left edge of a column, as x of a plot with a labelled axis that fills it: 0 to 1 is the plot itself.
+
+    A title that begins there has the whole width of the column.
+
+    Args:
+        width_in: Width of the column, in inches.
+    """
+    left_in = _LEFT_IN + _LABEL_IN
+    return -left_in / (width_in - left_in - _RIGHT_IN)
 
 
 class Margins(LayoutEngine):

@@ -16,6 +16,7 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from PIL import Image
 
 from display.runs import a_run
@@ -52,6 +53,19 @@ def test_the_limit_of_a_device_is_a_line_and_memory_starts_at_zero() -> None:
     axes = draw(a_run()).axes[1]
     assert [text.get_text() for text in axes.texts] == ["limit 14.7 GB"]
     assert axes.get_ylim()[0] == 0
+
+
+@pytest.mark.parametrize("size", [None, (4.5, 2.7)])
+def test_the_title_of_memory_is_not_cut_off(size: tuple[float, float] | None) -> None:
+    history = History(2)
+    for at in (1.0, 2.0):
+        for rank in (0, 1):
+            history.feed(rank, at, Memory(120 * GIGA, (123 + rank) * GIGA, 140 * GIGA))
+    figure = draw(history, size=size)
+    FigureCanvasAgg(figure).draw()
+    (title,) = [text for text in figure.axes[-1].findobj(Text) if "peak" in text.get_text()]
+    assert title.get_text() == "memory, peak 123.0 to 124.0 GB"
+    assert 0 <= title.get_window_extent().x0 <= title.get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_where_memory_ran_out_is_marked() -> None:
