@@ -37,6 +37,7 @@ from nbaccel.features.cell_checkpoints.head_state import (
     text_of,
     users_roots,
 )
+from nbaccel.features.cell_checkpoints.loader_draws import DRAWN
 from nbaccel.features.cell_checkpoints.made_again import MadeAgain, made_objects, prepared
 from nbaccel.namespace.inventory import ObjectPlace, is_the_users
 from nbaccel.namespace.kind import Entries, Write
@@ -45,10 +46,7 @@ from nbaccel.train.checkpoint.content import load_tensors
 from nbaccel.train.checkpoint.manifest import FileRecord
 from nbaccel.train.checkpoint.serialization import ToHost, on_host, write_tensors
 
-__all__ = ["DRAWN", "CellDifference", "Remade", "Restored", "StoredDifference"]
-
-DRAWN = "_nbaccel_drawn"
-"""Attribute of a loader's iterator: its loader, and the random states when it was made and when it drew first."""
+__all__ = ["CellDifference", "Remade", "Restored", "StoredDifference"]
 
 _NAME = "difference"
 _VERSION = 1

@@ -112,15 +112,18 @@ class _LoaderIterator(Kind):
 
 
 SCALER, _LOADER_ITERATOR = _Scaler(), _LoaderIterator()
+_TUPLE = Kinds().of(())
 
 
 class KindsOfCells(Kinds):
     """Kinds of objects in a checkpoint of a cell."""
 
     def of(self, obj: Any) -> Kind | None:
+        if (kind := super().of(obj)) is None or kind is _TUPLE:
+            return kind
         if issubclass(type(obj), _BaseDataLoaderIter):
             return _LOADER_ITERATOR
-        return SCALER if issubclass(type(obj), torch.amp.GradScaler) else super().of(obj)
+        return SCALER if issubclass(type(obj), torch.amp.GradScaler) else kind
 
 
 def stateless(value: Any) -> str | None:
@@ -175,6 +178,7 @@ class HeadState:
         self._kinds = KindsOfCells()
         self._inventory = Inventory(self.roots, self.roots, is_copy=False, most=sys.maxsize, kinds=self._kinds)
         self._objects: dict[str, Seen] = {}
+        self._digests: dict[str, Any] = {}
 
     def place(self, obj: Any) -> ObjectPlace | None:
         """Return the place of an object to which a file may refer; None for a new one, for code, and for a value."""
@@ -246,10 +250,13 @@ class HeadState:
                 seen[id(obj)] = obj
                 waiting += [part for _, part in kind.parts(obj)]
             objects = self.objects().items()
-        return [text for text, each in objects if id(each.obj) not in seen and self._digest(each) is not None]
+        return [text for text, each in objects if id(each.obj) not in seen and self._digest(text, each) is not None]
 
-    def _digest(self, seen: Seen) -> Any:
-        return seen.kind.digest(seen.obj, seen.mark)
+    def _digest(self, text: str, seen: Seen) -> Any:
+        """Return the sum of an object at the head, which is computed once."""
+        if text not in self._digests:
+            self._digests[text] = seen.kind.digest(seen.obj, seen.mark)
+        return self._digests[text]
 
     def sums(self, without: Collection[str]) -> dict[str, Any]:
         """Return sums of the states at the head, by the text of the place.
@@ -265,7 +272,7 @@ class HeadState:
         rest: dict[str, int] = {}
         count: Counter[str] = Counter()
         for text, seen in self.objects().items():
-            if text in without or (digest := self._digest(seen)) is None:
+            if text in without or (digest := self._digest(text, seen)) is None:
                 continue
             root = seen.place.name
             count[root] += 1

@@ -16,6 +16,7 @@ from continued_cells import continued, executed, saved
 from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
 from nbaccel.features.cell_checkpoints.difference import CellDifference, StoredDifference
 from nbaccel.features.cell_checkpoints.head_state import HeadState
+from nbaccel.features.cell_checkpoints.loader_draws import DRAWN
 
 TRAINING = """
 import random
@@ -395,7 +396,7 @@ def test_a_new_loader_iterator_comes_back_by_its_position(tmp_path: Path) -> Non
     iterator = iter(loader)
     head = HeadState({"loader": loader, "it": iterator})
     next(iterator)
-    iterator._nbaccel_drawn = Drawn(loader)  # type: ignore[attr-defined]
+    vars(iterator)[DRAWN] = Drawn(loader)
     CellDifference.between(head, {"loader": loader, "it": iterator}).write(tmp_path)
     again = DataLoader(list(range(4)))
 
