@@ -23,6 +23,7 @@ from nbaccel.testing import run_ranks
 PACKAGE = REPOSITORY / "nbaccel"
 
 UNGUARDED = {
+    "_group_tensors_by_device_and_dtype": "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
     # torch, torch.cuda, torch.autograd
     "_C": "torch._C.DisableTorchFunctionSubclass",
     "_functorch": "torch._C._functorch.maybe_current_level",
