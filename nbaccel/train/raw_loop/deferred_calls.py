@@ -195,7 +195,7 @@ def let_clipping_find_nothing() -> Callable[[], None]:
 
     `clip_grad_norm_` accepts it. A program may have imported the function by its name, so a part of it is replaced.
     """
-    group = clip_grad._group_tensors_by_device_and_dtype
+    group: Any = clip_grad._group_tensors_by_device_and_dtype
     if hasattr(group, "nbaccel_accepts_none"):
         return lambda: None
 
@@ -208,7 +208,7 @@ def let_clipping_find_nothing() -> Callable[[], None]:
             clip_grad._group_tensors_by_device_and_dtype = group
 
     grouped.nbaccel_accepts_none = True  # type: ignore[attr-defined]
-    clip_grad._group_tensors_by_device_and_dtype = grouped
+    clip_grad._group_tensors_by_device_and_dtype = grouped  # type: ignore[assignment]
     return undo
 
 
