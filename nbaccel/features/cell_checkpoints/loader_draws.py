@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from nbaccel.features.cell_checkpoints import random_states
+from nbaccel.train.raw_loop import loader_pass
 
 __all__ = ["DRAWN", "LoaderDraw", "LoaderDraws", "draws_nothing", "obstacle_to_passing", "remade"]
 
@@ -35,15 +36,13 @@ class LoaderDraw:
     """The states with which one iterator of a loader drew.
 
     Args:
-        iterator: The iterator, if it still exists.
-        loader: Its loader, if it still exists.
+        loader_of: Returns its loader, if that still exists.
         created: The state when it was made.
         first: The state before its first batch; None if that has not come.
         again: The state that its first batch gets; None if that is the present one.
     """
 
-    iterator: weakref.ref[Any]
-    loader: weakref.ref[Any]
+    loader_of: weakref.ref[Any]
     created: dict[str, Any]
     first: dict[str, Any] | None = None
     again: dict[str, Any] | None = None
@@ -51,6 +50,11 @@ class LoaderDraw:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Return nothing: a pickled iterator has drawn in another process."""
         return type(None), ()
+
+    @property
+    def loader(self) -> Any:
+        """The loader; None if it is gone."""
+        return self.loader_of()
 
     def record(self) -> dict[str, Any]:
         """Return what `LoaderDraws.passing` needs."""
@@ -127,7 +131,7 @@ class LoaderDraws:
         created = random_states.read()
         iterator = real(loader)
         if isinstance(iterator, _BaseDataLoaderIter):
-            drawn = LoaderDraw(weakref.ref(iterator), weakref.ref(loader), created, again=again)
+            drawn = LoaderDraw(weakref.ref(loader), created, again=again)
             iterator.__dict__[DRAWN] = drawn
             self._on_made(drawn)
         return iterator
@@ -151,6 +155,7 @@ def _draw(iterator: Any) -> None:
     """Draw the indices of the next batch, as torch's iterator does before it fetches."""
     next(iterator._sampler_iter)
     iterator._num_yielded += 1
+    loader_pass.pass_over(iterator, 1)
 
 
 def remade(loader: Any, created: dict[str, Any], first: dict[str, Any] | None, taken: int) -> Any:

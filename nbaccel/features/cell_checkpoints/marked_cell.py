@@ -701,6 +701,7 @@ class _Way:
     def fill(self, frame: types.FrameType) -> None:
         """Fill what the statements of a frame have made again."""
         self.names |= self._saved.fill(self._cell.roots(self._cell.standings(frame)))
+        self.bind_globals()
 
     def enters(self, frame: int) -> bool:
         """Return whether this call of a function goes on; once for each frame."""

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import linecache
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nbaccel.features.cell_checkpoints import random_states
+from nbaccel.features.cell_checkpoints.difference import CellDifference, Restored, StoredDifference
+from nbaccel.features.cell_checkpoints.head_state import HeadState
+from nbaccel.features.cell_checkpoints.loader_draws import remade
 from nbaccel.features.cell_checkpoints.marked_cell import Boundary, GoingOn, MarkedCell, Roots
 from nbaccel.launching.tasks.cell_code import CellSource, execute
 
@@ -71,15 +81,9 @@ class Notebook:
         for part in self.source(cell).compile():
             execute(part, self.namespace)
 
-    @contextmanager
-    def marked(self, cell: str, watcher: Any, going_on: GoingOn | None = None) -> Iterator[MarkedCell]:
-        """Give a cell marked loops while entered."""
-        with MarkedCell(self.source(cell), self.namespace, watcher, going_on, _is_cell) as found:
-            yield found
-
     def run_marked(self, cell: str, watcher: Any, going_on: GoingOn | None = None) -> MarkedCell:
         """Run a cell with marked loops."""
-        with self.marked(cell, watcher, going_on) as found:
+        with MarkedCell(self.source(cell), self.namespace, watcher, going_on, _is_cell) as found:
             for part in found.parts:
                 execute(part, self.namespace)
         return found
@@ -95,3 +99,95 @@ class Notebook:
 def _is_cell(name: str) -> bool:
     """Return whether a file is a cell: here files of tests seem to be the user's."""
     return name.startswith("Cell In")
+
+
+class Ended(BaseException):
+    """Stands for the end of a session, in the middle of a step."""
+
+
+class Refused(Exception):
+    """A cell that could not be saved at any of its loops."""
+
+
+class Saver:
+    """Saves at each boundary where that can be, and the sentence where it cannot."""
+
+    def __init__(self) -> None:
+        self.head: HeadState | None = None
+        self.position: dict[str, Any] = {}
+        self.states: dict[str, Any] = {}
+        self.difference: CellDifference | None = None
+        self.refusals: list[str] = []
+
+    def at_head(self, roots: Roots) -> None:
+        self.head = HeadState(roots)
+
+    def at_boundary(self, boundary: Boundary) -> None:
+        if why := boundary.refusal():
+            self.refusals.append(why)
+            if around := boundary.enclosing_refusal():
+                raise Refused(around)
+            return
+        assert self.head is not None
+        self.position = json.loads(json.dumps(boundary.position()))
+        self.difference = CellDifference.between(self.head, boundary.roots(), _copy, boundary.can_make)
+        self.states = json.loads(json.dumps(random_states.read()))
+
+
+class Saved:
+    """What a run left, for the one that goes on.
+
+    Args:
+        by: What saved it.
+        folder: Where its difference is written, and read again.
+        saver: Of the run that goes on.
+    """
+
+    def __init__(self, by: Saver, folder: Path, saver: Saver | None = None) -> None:
+        assert by.difference is not None, "nothing was saved"
+        folder.mkdir()
+        by.difference.write(folder)
+        self._stored = StoredDifference.read(folder)
+        self._states = by.states
+        self._restored: Restored | None = None
+        self._saver = saver or Saver()
+        self.position = by.position
+        self.unsaved = self._stored.unsaved
+        self.made = self._stored.made
+
+    def at_head(self, roots: Roots) -> Mapping[str, Any]:
+        self._saver.head = HeadState(roots)
+        self._restored = self._stored.apply(self._saver.head, remade)
+        return self._restored.names
+
+    def fill(self, roots: Roots) -> Mapping[str, Any]:
+        assert self._restored is not None
+        return self._restored.fill(roots)
+
+    def write_again(self, roots: Roots) -> None:
+        assert self._restored is not None
+        self._restored.write_again(roots)
+
+    def arrived(self) -> None:
+        random_states.restore(self._states)
+
+
+@contextmanager
+def ended_at(step: int) -> Iterator[None]:
+    """Raise `Ended` when step number `step` is about to be taken; the first one is 1."""
+    taken = itertools.count(1)
+
+    def end(*_: object) -> None:
+        if next(taken) == step:
+            raise Ended
+
+    handle = register_optimizer_step_pre_hook(end)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _copy(_: str, tensor: Tensor) -> Tensor:
+    """Return a copy: the step in which a run ends has begun to change it."""
+    return tensor.detach().clone()
