@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nbaccel.errors import CannotSave
 from nbaccel.features.cell_checkpoints import random_states
 from nbaccel.features.cell_checkpoints.difference import CellDifference, Restored, StoredDifference
 from nbaccel.features.cell_checkpoints.head_state import HeadState
@@ -129,8 +130,14 @@ class Saver:
                 raise Refused(around)
             return
         assert self.head is not None
+        try:
+            difference = CellDifference.between(self.head, boundary.roots(), _copy, boundary.can_make)
+        except CannotSave:
+            if self.difference is None:
+                raise
+            return  # the next boundary may do, or an older save has to
+        self.difference = difference
         self.position = json.loads(json.dumps(boundary.position()))
-        self.difference = CellDifference.between(self.head, boundary.roots(), _copy, boundary.can_make)
         self.states = json.loads(json.dumps(random_states.read()))
 
 
