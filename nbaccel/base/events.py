@@ -148,11 +148,13 @@ class Checkpoint(Event):
     """A checkpoint is complete.
 
     path: its folder.  step: optimizer steps in it.  seconds: duration of writing it, perhaps in the background.
+    goes_on: the program goes on from it wherever it was, whatever loops it has.
     """
 
     path: str = ""
     step: int = 0
     seconds: float = 0.0
+    goes_on: bool = False
 
 
 @frozen

@@ -30,6 +30,8 @@ _TABLE = {  # "module:object", below this package
     # commands
     "%accelerate estimate": "batch_size.command:estimate_report",
     "%accelerate runs": "runs.runs:show_runs",
+    # tasks of ranks
+    "a cell that saves itself": "cell_checkpoints.saving_task:SavingCellTask",
     # choices
     "keep-runs": "runs.runs:keep_runs",
     # methods of the Accelerator

@@ -67,7 +67,7 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
     with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop, flags):
         if spec.setup is not None:
             load_named(spec.setup)(spec.task.namespace)
-        with foreign_trainers_report(lambda: stop.has_acted), stop.acts(), flags.watching(spec.task.flags):
+        with foreign_trainers_report(lambda: stop.has_acted), stop.acts(), flags.watching(spec.task):
             spec.task.run()
 
 

@@ -81,7 +81,8 @@ def _new_checkpoint(attempt: LaunchAttempt) -> str:
     Without one, the next attempt begins where this one did.
     """
     saves_itself = attempt.spec.settings.checkpoint_every is not None
-    return attempt.recorder.checkpoint if saves_itself and attempt.recorder.announces_epochs else ""
+    recorder = attempt.recorder
+    return recorder.checkpoint if saves_itself and (recorder.announces_epochs or recorder.goes_on) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +432,7 @@ class RunRecorder:
         opened: Trackers and checkpoints, by the names that a person would look for.
         checkpoint: The newest complete one; empty for none.
         announces_epochs: The program can begin in a later epoch.
+        goes_on: The program goes on from that checkpoint wherever it was.
         smallest: Samples of the micro-batch that `forward_backward` could not make smaller; 0 if that never happened.
     """
 
@@ -439,7 +441,7 @@ class RunRecorder:
         self._memory: dict[int, Memory] = {}
         self.opened: list[str] = []
         self.checkpoint = ""
-        self.announces_epochs = False
+        self.announces_epochs = self.goes_on = False
         self.smallest = 0
 
     def feed(self, rank: int, at: float, event: Event) -> None:
@@ -450,7 +452,7 @@ class RunRecorder:
         elif isinstance(event, Opened):
             self._note(event.what)
         elif isinstance(event, Checkpoint):
-            self.checkpoint = event.path
+            self.checkpoint, self.goes_on = event.path, event.goes_on
             self._note(f"checkpoint {event.path}")
         elif isinstance(event, Progress):
             self.announces_epochs |= event.epochs is not None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
+from nbaccel.errors import FeatureMissing
+from nbaccel.features import feature
 from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.run import RunOrigin
@@ -12,7 +15,16 @@ from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.notebook.cell_run import Host
 from nbaccel.options.run_options import RunOptions
 
-__all__ = ["AskedCell", "CellPlan"]
+__all__ = ["AskedCell", "CellPlan", "task_class"]
+
+
+def task_class(options: RunOptions) -> type[CellTask]:
+    """Return the class of a cell's task; that of a cell which saves itself is a feature, if it is there."""
+    if options.checkpoint_every is not None or options.resume is not None:
+        with suppress(FeatureMissing):
+            saving: type[CellTask] = feature("a cell that saves itself")
+            return saving
+    return CellTask
 
 
 @dataclass(frozen=True, slots=True)

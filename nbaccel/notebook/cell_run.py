@@ -287,7 +287,9 @@ def how_a_cell_ended(run: Run, ended: RankResults, plan: LaunchPlan) -> tuple[Ba
         return ended.raised, "stopped"
     if ended.is_timed_out and (ended.is_own_limit or limit is None or limit.ends_well):
         limit_s = plan.options.time_limit or 0.0
-        run.stopped = ended.at_the_limit(run.history, run.checkpoint, limit_s, "--resume", "--checkpoint-every")
+        run.stopped = ended.at_the_limit(
+            run.history, run.checkpoint, limit_s, "--resume", "--checkpoint-every does at a limit too"
+        )
         return None, "stopped"
     if ended.is_timed_out and limit is not None:
         text = f"the run was stopped at its time limit of {limit.seconds:g} s ({limit.flag})."
@@ -297,7 +299,10 @@ def how_a_cell_ended(run: Run, ended: RankResults, plan: LaunchPlan) -> tuple[Ba
     if ended.is_interrupted or (has_stopped and ended.first_failed is None):
         done = None if ended.steps is None else max(0, ended.steps - run.history.first_step)
         steps = "" if done is None else f"; every rank had done {done} steps"
-        return briefly(KeyboardInterrupt(f"the run was interrupted after {run.seconds:.1f} s{steps}.")), "stopped"
+        saved = f". Its training is saved in {run.checkpoint}: --resume goes on from there" if run.checkpoint else ""
+        return briefly(
+            KeyboardInterrupt(f"the run was interrupted after {run.seconds:.1f} s{steps}{saved}.")
+        ), "stopped"
     return run.error, "done" if run.error is None else "failed"
 
 

@@ -43,8 +43,8 @@ _MOST_CPU_RANKS = 8
 
 
 OF_PREPARED = (
-    "Precision, strategy, batches per step and checkpoints are those of a loop that prepares its model. An unmodified "
-    "loop is told at its first step that they have no effect."
+    "Precision, strategy and batches per step are those of a loop that prepares its model. An unmodified loop is told "
+    "at its first step that they have no effect."
 )
 
 OF_WHICH = (

@@ -37,6 +37,7 @@ from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.launching.tasks.namespace_tasks import InitTask, Pull, Push
 from nbaccel.namespace.install import install
+from nbaccel.notebook.cell_plan import task_class
 from nbaccel.options.run_options import AUTO, RunOptions, expanded
 from nbaccel.output.screens import ConsoleScreen
 
@@ -216,7 +217,7 @@ class PersistentSession:
             raise LaunchRefused(f"--pdb {options.pdb}: that rank takes no part in this cell, --only {asked.only} does.")
         if trouble := persistent.trouble:
             raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
-        task = CellTask(
+        task = task_class(options)(
             source,
             self._notebook,
             options.names_back,

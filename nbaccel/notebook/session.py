@@ -30,7 +30,7 @@ from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.namespace.names import made_before_read
 from nbaccel.namespace.threads import threads_held_by
 from nbaccel.notebook.background import Background, CellPlace, CellScreen
-from nbaccel.notebook.cell_plan import AskedCell, CellPlan
+from nbaccel.notebook.cell_plan import AskedCell, CellPlan, task_class
 from nbaccel.notebook.cell_run import (
     CellRun,
     Host,
@@ -173,7 +173,9 @@ class Session:
             raise LaunchRefused(
                 f"--only {asked.only} names ranks that stay, and none do: %accelerate start, or leave it out."
             )
-        task = CellTask(source, self.shell.user_ns, options.names_back, options.inputs or (), debugged=options.pdb)
+        task = task_class(options)(
+            source, self.shell.user_ns, options.names_back, options.inputs or (), debugged=options.pdb
+        )
         if draws_as_here(options, task):
             task.draw_as_here()
         here = ProcessState.now()

@@ -81,6 +81,7 @@ _OURS = "`from nbaccel import Accelerator`, in place of accelerate's"
 _MODEL_CHECKPOINT = "Trainer(callbacks=[ModelCheckpoint(...)])"
 _ON_GPUS = "which needs GPUs"
 _SAVE = "only what nbaccel's Accelerator prepares is saved and restored by it"
+_IN_A_CELL = "in a cell; a function and a script have to prepare"
 
 
 def _works(text: str, instead: str = "") -> FlagEffect:
@@ -178,30 +179,45 @@ _EFFECTS: Mapping[str, Mapping[LoopKind, FlagEffect]] = {
             for kind in (LoopKind.TRAINER, LoopKind.LIGHTNING, LoopKind.FABRIC, LoopKind.ACCELERATE, LoopKind.DDP)
         },
     },
-    "checkpoint_every": _by_whom("saves in the background, and at a stop", _SAVE, **_SAVES_OF),
-    "checkpoint_dir": _by_whom(
-        "where --checkpoint-every saves, and --resume looks",
-        _SAVE,
-        "TrainingArguments(output_dir=...)",
-        "ModelCheckpoint(dirpath=...)",
-        "fabric.save(path, state)",
-    ),
-    "keep_checkpoints": _by_whom(
-        "as many of those of --checkpoint-every stay",
-        _SAVE,
-        "TrainingArguments(save_total_limit=...)",
-        "ModelCheckpoint(save_top_k=...)",
-        "delete older files of fabric.save",
-    ),
-    "resume": _by_whom(
-        "goes on from the checkpoint, within an epoch too",
-        _SAVE,
-        "trainer.train(resume_from_checkpoint=True)",
-        'trainer.fit(model, ckpt_path="last")',
-        "fabric.load(path, state)",
-    ),
+    "checkpoint_every": {
+        **_by_whom("saves in the background, and at a stop", _SAVE, **_SAVES_OF),
+        LoopKind.UNMODIFIED: _works(f"saves between two rounds of the loop, and at a stop, {_IN_A_CELL}"),
+    },
+    "checkpoint_dir": {
+        **_by_whom(
+            "where --checkpoint-every saves, and --resume looks",
+            _SAVE,
+            "TrainingArguments(output_dir=...)",
+            "ModelCheckpoint(dirpath=...)",
+            "fabric.save(path, state)",
+        ),
+        LoopKind.UNMODIFIED: _works(f"where --checkpoint-every saves, and --resume looks, {_IN_A_CELL}"),
+    },
+    "keep_checkpoints": {
+        **_by_whom(
+            "as many of those of --checkpoint-every stay",
+            _SAVE,
+            "TrainingArguments(save_total_limit=...)",
+            "ModelCheckpoint(save_top_k=...)",
+            "delete older files of fabric.save",
+        ),
+        LoopKind.UNMODIFIED: _works(f"as many of those of --checkpoint-every stay, {_IN_A_CELL}"),
+    },
+    "resume": {
+        **_by_whom(
+            "goes on from the checkpoint, within an epoch too",
+            _SAVE,
+            "trainer.train(resume_from_checkpoint=True)",
+            'trainer.fit(model, ckpt_path="last")',
+            "fabric.load(path, state)",
+        ),
+        LoopKind.UNMODIFIED: _works(
+            f"runs the statements before the loop, and goes on within it from the checkpoint, {_IN_A_CELL}"
+        ),
+    },
     "time_limit": _everywhere(
         "ends all ranks before the same step, and brings back what there is; saves nothing",
+        unmodified=_works("ends all ranks before the same step, with a last checkpoint where --checkpoint-every saves"),
         prepared=_works("ends all ranks before the same step, with a last checkpoint where --checkpoint-every saves"),
         fabric=_INTERRUPTS,
         accelerate=_INTERRUPTS,
@@ -247,12 +263,24 @@ _NEUTRAL: Mapping[str, Sequence[str]] = {
 """Values that ask for what every loop does anyway."""
 
 
-def effect_of(name: str, kind: LoopKind) -> FlagEffect:
+_OF_CELLS: Mapping[str, FlagEffect] = {
+    name: _lacks(f"the loop prepares nothing, and {_SAVE}; a cell's loop would be saved", _PREPARE)
+    for name in ("checkpoint_every", "checkpoint_dir", "keep_checkpoints", "resume")
+}
+"""Flags that have an effect above an unmodified loop in a cell alone, and what is said of them elsewhere."""
+
+
+def effect_of(name: str, kind: LoopKind, saves_itself: bool = True) -> FlagEffect:
     """Return the effect of a flag of `FLAGS` above one kind of loop.
+
+    Args:
+        saves_itself: It is the loop of a cell, which is saved if it prepares nothing.
 
     >>> str(effect_of("resume", LoopKind.TRAINER)).partition(". Instead: ")[2]
     'trainer.train(resume_from_checkpoint=True)'
     """
+    if kind is LoopKind.UNMODIFIED and name in _OF_CELLS and not saves_itself:
+        return _OF_CELLS[name]
     return _EFFECTS[name].get(kind, _NOTHING)
 
 
@@ -281,7 +309,12 @@ def given_flags(
     return tuple(given)
 
 
-def flags_found(given: Sequence[GivenFlag], kind: LoopKind, in_force: Mapping[str, str] | None = None) -> FlagsFound:
+def flags_found(
+    given: Sequence[GivenFlag],
+    kind: LoopKind,
+    in_force: Mapping[str, str] | None = None,
+    saves_itself: bool = True,
+) -> FlagsFound:
     """Return what is to be said of flags once the kind of loop is known.
 
     Args:
@@ -289,10 +322,11 @@ def flags_found(given: Sequence[GivenFlag], kind: LoopKind, in_force: Mapping[st
         kind: How the program trains.
         in_force: What a library has made of some of them, as text, by their names: another value than the chosen one
             has won over it.
+        saves_itself: See `effect_of`.
     """
     lacking: list[tuple[GivenFlag, FlagEffect]] = []
     for flag in given:
-        effect, has = effect_of(flag.name, kind), (in_force or {}).get(flag.name)
+        effect, has = effect_of(flag.name, kind, saves_itself), (in_force or {}).get(flag.name)
         if has is not None and has != flag.value:
             effect = _lacks(f"its own value wins, {has}", effect.instead)
         if not (effect.works or has == flag.value or _needs_no_word(flag, kind)):

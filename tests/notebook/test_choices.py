@@ -127,7 +127,7 @@ def test_the_overview_says_what_the_form_shows(tmp_path: Path) -> None:
         "  out              model",
         "effective batch size: 32 x 2 x 4 = 256 (a prepared loop: your DataLoader's batch size x ranks x batches; an "
         "unmodified one: your DataLoader's batch size)",
-        "Precision, strategy, batches per step and checkpoints are those of a loop that prepares its model. An "
+        "Precision, strategy and batches per step are those of a loop that prepares its model. An "
         "unmodified loop is told at its first step that they have no effect.",
         "the same by flags: %%accelerate -p fp16 -a 4 -o model",
     ]

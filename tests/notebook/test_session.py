@@ -201,8 +201,7 @@ def test_a_cell_that_met_the_limit_of_its_accelerator_ends_well_and_says_so(note
     )
     assert cell.error is None
     assert lines(cell) == [
-        "stopped at the time limit of 0.1 s; nothing was saved, which --checkpoint-every does at a limit too, for a "
-        "prepared loop",
+        "stopped at the time limit of 0.1 s; nothing was saved, which --checkpoint-every does at a limit too",
         "brought back: a (28 bytes)",
     ]
     assert "last run: Cell In[1] stopped after" in notebook.run("%accelerate").stdout

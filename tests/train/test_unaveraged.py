@@ -253,7 +253,7 @@ def test_gradients_that_nobody_has_averaged_are_an_error_before_the_step() -> No
 # --- programs that are right -----------------------------------------------------------------------------------------
 
 
-def plain_training(loss: Callable[[Net, Tensor], Tensor] = Net.loss, heads: str = "a") -> list[Tensor]:
+def _plain(loss: Callable[[Net, Tensor], Tensor] = Net.loss, heads: str = "a") -> list[Tensor]:
     net = Net(heads)
     optimizer = torch.optim.SGD([each for each in net.parameters() if each.requires_grad], 0.1)
     for step in range(STEPS):
@@ -263,25 +263,48 @@ def plain_training(loss: Callable[[Net, Tensor], Tensor] = Net.loss, heads: str 
     return list(net.parameters())
 
 
-def steps_of(program: Program, backward: Callable[[int], None]) -> list[Tensor]:
+def _steps(program: Program, backward: Callable[[int], None]) -> list[Tensor]:
     for step in range(STEPS):
         backward(step)
         program.end()
     return list(program.net.parameters())
 
 
+def lent_in_between() -> tuple[list[Tensor], list[Tensor]]:
+    """A forward that has no backward, then `forward_backward`, then the model inside with an own reduce."""
+    program = Program()
+
+    def backward(step: int) -> None:
+        program.model(program.rows(step))
+        if step % 2:
+            program.accelerator.backward(program.net.loss(program.rows(step)))
+            _reduce(program)
+        else:
+            program.accelerator.forward_backward(lambda rows: program.model(rows).square().mean(), program.rows(step))
+            program.end()
+            program.accelerator.backward(program.net.loss(program.rows(step)))
+            _reduce(program)
+
+    found = _steps(program, backward)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in (0, 0, 1, 2, 2):
+        net.loss(rows_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, list(net.parameters())
+
+
 def usual() -> tuple[list[Tensor], list[Tensor]]:
     program = Program()
-    return steps_of(
+    return _steps(
         program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean())
-    ), plain_training()
+    ), _plain()
 
 
 def own_backward() -> tuple[list[Tensor], list[Tensor]]:
     program = Program()
-    return steps_of(
-        program, lambda step: program.model(program.rows(step)).square().mean().backward()
-    ), plain_training()
+    return _steps(program, lambda step: program.model(program.rows(step)).square().mean().backward()), _plain()
 
 
 def accumulated(*handlers: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -291,7 +314,16 @@ def accumulated(*handlers: Any) -> tuple[list[Tensor], list[Tensor]]:
             with program.accelerator.accumulate(program.model):
                 program.accelerator.backward(program.model(rows).square().mean())
                 program.end()
-    return list(program.net.parameters()), plain_training()
+    return list(program.net.parameters()), _plain()
+
+
+def forward_and_backward() -> tuple[list[Tensor], list[Tensor]]:
+    program = Program()
+
+    def backward(step: int) -> None:
+        program.accelerator.forward_backward(lambda rows: program.model(rows).square().mean(), program.rows(step))
+
+    return _steps(program, backward), _plain()
 
 
 def held_and_reduced_by_hand() -> tuple[list[Tensor], list[Tensor]]:
@@ -300,9 +332,9 @@ def held_and_reduced_by_hand() -> tuple[list[Tensor], list[Tensor]]:
     def backward(step: int) -> None:
         with program.accelerator.no_sync(program.model):
             program.accelerator.backward(program.model(program.rows(step)).square().mean())
-        reduce_by_hand(program)
+        _reduce(program)
 
-    return steps_of(program, backward), plain_training()
+    return _steps(program, backward), _plain()
 
 
 def inside_and_reduced_by_hand() -> tuple[list[Tensor], list[Tensor]]:
@@ -310,12 +342,12 @@ def inside_and_reduced_by_hand() -> tuple[list[Tensor], list[Tensor]]:
 
     def backward(step: int) -> None:
         program.accelerator.backward(program.net.loss(program.rows(step)))
-        reduce_by_hand(program)
+        _reduce(program)
 
-    return steps_of(program, backward), plain_training()
+    return _steps(program, backward), _plain()
 
 
-def reduce_by_hand(program: Program) -> None:
+def _reduce(program: Program) -> None:
     for parameter in program.net.parameters():
         if parameter.grad is not None:
             parameter.grad = program.accelerator.reduce(parameter.grad, "mean")
@@ -330,7 +362,7 @@ def gradients_of_its_own() -> tuple[list[Tensor], list[Tensor]]:
         for parameter, gradient in zip(trained, found, strict=True):
             parameter.grad = program.accelerator.reduce(gradient, "mean")
 
-    return steps_of(program, backward), plain_training()
+    return _steps(program, backward), _plain()
 
 
 def _sharp(net: Module, loss: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> None:
@@ -380,7 +412,7 @@ def two_losses_in_turn(is_joint: bool) -> tuple[list[Tensor], list[Tensor]]:
         for model in (actor, critic):
             accelerator.backward(model(rows).square().mean())
 
-    return _two(is_joint, backward), [*plain_training(), *plain_training()]
+    return _two(is_joint, backward), [*_plain(), *_plain()]
 
 
 def two_losses_after_both_forwards(is_joint: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -389,7 +421,7 @@ def two_losses_after_both_forwards(is_joint: bool) -> tuple[list[Tensor], list[T
         for loss in losses:
             accelerator.backward(loss)
 
-    return _two(is_joint, backward), [*plain_training(), *plain_training()]
+    return _two(is_joint, backward), [*_plain(), *_plain()]
 
 
 def two_losses_of_its_own_backward() -> tuple[list[Tensor], list[Tensor]]:
@@ -398,7 +430,7 @@ def two_losses_of_its_own_backward() -> tuple[list[Tensor], list[Tensor]]:
         for loss in losses:
             loss.backward()
 
-    return _two(False, backward), [*plain_training(), *plain_training()]
+    return _two(False, backward), [*_plain(), *_plain()]
 
 
 def adversarial(prepares: bool = True) -> tuple[list[Tensor], list[Tensor]]:
@@ -447,9 +479,9 @@ def unused_in_a_static_graph() -> tuple[list[Tensor], list[Tensor]]:
     net = Net("ab")
     net.heads = "a"
     program = Program(net, kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
-    return steps_of(
+    return _steps(
         program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean())
-    ), plain_training()
+    ), _plain()
 
 
 def accumulated_in_a_static_graph() -> tuple[list[Tensor], list[Tensor]]:
@@ -466,7 +498,7 @@ def cast_and_back() -> tuple[list[Tensor], list[Tensor]]:
             parameter.data = torch.view_as_real(parameter.data)[..., 0].clone(memory_format=torch.contiguous_format)
         program.accelerator.backward(program.model(program.rows(number)).square().mean())
 
-    return steps_of(program, step), plain_training()
+    return _steps(program, step), _plain()
 
 
 def adapters() -> tuple[list[Tensor], list[Tensor]]:
@@ -499,7 +531,7 @@ def without_gradients_in_between() -> tuple[list[Tensor], list[Tensor]]:
             program.model(program.rows(step))
         program.accelerator.backward(out.square().mean())
 
-    return steps_of(program, backward), plain_training()
+    return _steps(program, backward), _plain()
 
 
 def a_part_of_the_model_outside(prepares: bool = True) -> tuple[list[Tensor], list[Tensor]]:
@@ -514,7 +546,7 @@ def a_part_of_the_model_outside(prepares: bool = True) -> tuple[list[Tensor], li
         program.accelerator.backward((scale * program.model(program.rows(step))).square().mean())
         scale.grad = program.accelerator.reduce(scale.grad, "mean")
 
-    found = [*steps_of(program, backward), scale]
+    found = [*_steps(program, backward), scale]
     plain = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     net = Net()
     optimizer = torch.optim.SGD([*net.parameters(), plain], 0.1)
@@ -540,7 +572,7 @@ def optimizers_of_its_own() -> tuple[list[Tensor], list[Tensor]]:
             if program.accelerator.is_main_process:
                 probe(rows).square().mean().backward()
                 probing.step()
-    return list(program.net.parameters()), plain_training()
+    return list(program.net.parameters()), _plain()
 
 
 def triggered() -> tuple[list[Tensor], list[Tensor]]:
@@ -553,7 +585,7 @@ def triggered() -> tuple[list[Tensor], list[Tensor]]:
         with program.accelerator.trigger_sync_in_backward(program.model):
             program.accelerator.backward(losses[1])
 
-    return steps_of(program, backward), plain_training()
+    return _steps(program, backward), _plain()
 
 
 def a_closure_of_the_model() -> tuple[list[Tensor], list[Tensor]]:
@@ -567,7 +599,7 @@ def a_closure_of_the_model() -> tuple[list[Tensor], list[Tensor]]:
             return loss
 
         program.optimizer.step(closure)
-    return list(program.net.parameters()), plain_training()
+    return list(program.net.parameters()), _plain()
 
 
 def local_sgd() -> tuple[list[Tensor], list[Tensor]]:
@@ -582,7 +614,7 @@ def local_sgd() -> tuple[list[Tensor], list[Tensor]]:
 
 def compressed() -> tuple[list[Tensor], list[Tensor]]:
     program = Program(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")])
-    steps_of(program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean()))
+    _steps(program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean()))
     mine = torch.cat([each.detach().flatten() for each in program.net.parameters()])
     return [mine], [program.accelerator.reduce(mine, "mean")]
 
@@ -592,12 +624,20 @@ def independent() -> tuple[list[Tensor], list[Tensor]]:
     os.environ["NBACCEL_INDEPENDENT"] = "1"
     try:
         program = Program()
-        steps_of(program, lambda step: program.accelerator.backward(program.net.loss(program.rows(step))))
+        _steps(program, lambda step: program.accelerator.backward(program.net.loss(program.rows(step))))
     finally:
         del os.environ["NBACCEL_INDEPENDENT"]
     mine = torch.cat([each.detach().flatten() for each in program.net.parameters()])
     assert not torch.equal(mine, program.accelerator.reduce(mine, "mean"))
     return [mine], [mine]
+
+
+def sharded() -> tuple[list[Tensor], list[Tensor]]:
+    program = Program(Net("ab"), strategy="fsdp")
+    _steps(program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean()))
+    state = program.accelerator.get_state_dict(program.model)
+    plain = _plain(heads="ab")
+    return list(state.values()) or plain, plain  # the main process has it
 
 
 def _after_the_accelerator_has_gone() -> bool:
@@ -623,9 +663,11 @@ RIGHT: dict[str, tuple[Right, int]] = {
     "usual": (usual, 0),
     "own backward": (own_backward, 0),
     "accumulated": (accumulated, 0),
+    "forward_backward": (forward_and_backward, 0),
     "no_sync and an own reduce": (held_and_reduced_by_hand, 0),
     "the model inside and an own reduce": (inside_and_reduced_by_hand, STEPS),
     "gradients of its own": (gradients_of_its_own, STEPS),
+    "forward_backward in between": (lent_in_between, 2),
     "SAM": (sharpness_aware, 0),
     "two models, a loss each in turn, one optimizer": (lambda: two_losses_in_turn(True), 1),
     "two models, a loss each in turn, two optimizers": (lambda: two_losses_in_turn(False), 1),
@@ -648,11 +690,12 @@ RIGHT: dict[str, tuple[Right, int]] = {
     "LocalSGD": (local_sgd, 0),
     "a communication hook": (compressed, 0),
     "--independent": (independent, 0),
+    "FSDP": (sharded, 0),
 }
 """Programs that are right, and how often they compare gradients: where a look does not show that all are averaged."""
 
 
-def _right(programs: dict[str, tuple[Right, int]]) -> dict[str, tuple[float, int]]:
+def _right() -> dict[str, tuple[float, int]]:
     warnings.filterwarnings("ignore", NOTICE)
     compared = 0
     real = StoreExchange.all
@@ -665,7 +708,7 @@ def _right(programs: dict[str, tuple[Right, int]]) -> dict[str, tuple[float, int
     StoreExchange.all = counted  # type: ignore[method-assign]
     found: dict[str, tuple[float, int]] = {}
     try:
-        for name, (program, _) in programs.items():
+        for name, (program, _) in RIGHT.items():
             compared = 0
             got, wanted = program()
             found[name] = max((x - y).detach().abs().max().item() for x, y in zip(got, wanted, strict=True)), compared
@@ -674,17 +717,12 @@ def _right(programs: dict[str, tuple[Right, int]]) -> dict[str, tuple[float, int
     return found
 
 
-def assert_right(programs: dict[str, tuple[Right, int]]) -> None:
-    """In two ranks, programs have the parameters of a single process, and compare as often as said there."""
-    for found in run_ranks(2, _right, programs):
+def test_programs_that_average_in_their_own_way_stay_right_and_compare_only_where_they_must() -> None:
+    for found in run_ranks(2, _right):
         assert {name: count for name, (_, count) in found.items()} == {
-            name: count for name, (_, count) in programs.items()
+            name: count for name, (_, count) in RIGHT.items()
         }
         assert {name: error for name, (error, _) in found.items() if error > 1e-12} == {}
-
-
-def test_programs_that_average_in_their_own_way_stay_right_and_compare_only_where_they_must() -> None:
-    assert_right(RIGHT)
 
 
 def _short_beside_a_comparison() -> tuple[list[int], list[Tensor]]:

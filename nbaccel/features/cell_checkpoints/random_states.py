@@ -12,25 +12,32 @@ from typing import Any
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.step.raw_loop_hooks import loop_state, restore_loop_state
 
-__all__ = ["read", "restore"]
+__all__ = ["device", "learn", "read", "restore"]
 
 _LOOP = "loop"
 
 
 def read() -> dict[str, Any]:
     """Return the present states, as JSON can hold them."""
-    return rng_files.read(_device()) | {_LOOP: loop_state()}
+    return rng_files.read(device()) | {_LOOP: loop_state()}
 
 
 def restore(state: dict[str, Any]) -> None:
     """Continue with states that `read` has returned."""
-    rng_files.restore(state, _device())
+    rng_files.restore(state, device())
     restore_loop_state(state.get(_LOOP, {}))
 
 
-def _device() -> Any:
+def learn(state: dict[str, Any]) -> None:
+    """Add what `state` knows of the loop, and leave the present random states as they are."""
+    now = read()
+    restore_loop_state(state.get(_LOOP, {}))
+    restore(now)
+
+
+def device() -> Any:
     """Return the device whose generator this process draws from; no device is touched for that."""
     torch: Any = sys.modules["torch"]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.currentdevice())
     return torch.device("cpu")

@@ -97,6 +97,9 @@ class Task(ABC):
     flags: tuple[GivenFlag, ...] = ()
     """The flags of the run whose effect depends on how its code trains, see `flag_effects`."""
 
+    saves_itself: ClassVar[bool] = False
+    """True if a loop that prepares nothing is saved too, and goes on from a checkpoint."""
+
     reference: ClassVar[str]
     """The class as "module:Class", by which a zygote and a persistent rank find it."""
 

@@ -143,14 +143,14 @@ class RankResults:
         checkpoint: str,
         launch_s: float = 0.0,
         resume: str = "resume=True",
-        checkpoint_every: str = "checkpoint_every",
+        what_saves: str = "checkpoint_every does at a limit too, for a prepared loop",
     ) -> str:
         """Return the line for a run that a time limit ended at a step.
 
         Args:
             history, checkpoint: Those of the run, see `Run`.
             launch_s: The limit of the launch.
-            resume, checkpoint_every: The names of these options for the caller's users.
+            resume, what_saves: Words for the caller's users: the option that goes on, and the one that saves.
         """
         own = self.program_limit if self.is_own_limit else None
         done = "" if self.steps is None else f" after {plural(max(0, self.steps - history.first_step), 'step')}"
@@ -162,7 +162,7 @@ class RankResults:
             items = history.items.done
             then = f"{plural(items, 'item')} of a map {'is' if items == 1 else 'are'} done, and a map with out= goes on"
         else:
-            then = f"nothing was saved, which {checkpoint_every} does at a limit too, for a prepared loop"
+            then = f"nothing was saved, which {what_saves}"
         return f"stopped{done} at the time limit of {said(launch_s if own is None else own.seconds)}; {then}"
 
     def close(self) -> None:

@@ -19,10 +19,10 @@ from nbaccel.base.settings import FSDP
 from nbaccel.errors import FlagWithoutEffect
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
-from nbaccel.launching.ipc.spec import Results
+from nbaccel.launching.ipc.spec import Results, Task
 from nbaccel.options.flag_effects import GivenFlag, flags_found
 
-__all__ = ["FlagWatch"]
+__all__ = ["FlagWatch", "kind_of_call"]
 
 _KINDS = (
     ("transformers.trainer", LoopKind.TRAINER),
@@ -58,24 +58,26 @@ class FlagWatch(RankPart):
         self._wrappers = wrappers
         self._is_dry = is_dry
         self._flags: Sequence[GivenFlag] = ()
-        self._speaks = False
+        self._speaks = self._saves_itself = False
         self._refused: FlagWithoutEffect | None = None
         self._handle: Any = None
         self.kind: LoopKind | None = None
         self.in_force: Mapping[str, str] = {}
 
     def begin(self, running: RankTask) -> None:
-        self.watch(running.task.flags, speaks=self._rank == running.task.result_rank)
+        task = running.task
+        self.watch(task.flags, speaks=self._rank == task.result_rank, saves_itself=task.saves_itself)
 
-    def watch(self, flags: Sequence[GivenFlag], speaks: bool) -> None:
+    def watch(self, flags: Sequence[GivenFlag], speaks: bool, saves_itself: bool = False) -> None:
         """Begin to watch.
 
         Args:
             flags: The task's; without any nothing is watched.
             speaks: This rank speaks for all.
+            saves_itself: See `Task`.
         """
         self.leave()
-        self._flags, self._speaks = flags, speaks
+        self._flags, self._speaks, self._saves_itself = flags, speaks, saves_itself
         self._refused = self.kind = None
         self.in_force = {}
         if flags:
@@ -104,9 +106,9 @@ class FlagWatch(RankPart):
             self._handle = None
 
     @contextmanager
-    def watching(self, flags: Sequence[GivenFlag]) -> Iterator[None]:
-        """Watch the block as a task of a single rank."""
-        self.watch(flags, speaks=True)
+    def watching(self, task: Task) -> Iterator[None]:
+        """Watch the block as `task` in a single rank."""
+        self.watch(task.flags, speaks=True, saves_itself=task.saves_itself)
         try:
             yield
             self.end()
@@ -152,7 +154,7 @@ class FlagWatch(RankPart):
         self.kind, self.in_force = kind, in_force
         if self._is_dry:
             return
-        found = flags_found(self._flags, kind, in_force)
+        found = flags_found(self._flags, kind, in_force, self._saves_itself)
         if found.refusal:
             self._refused = FlagWithoutEffect(f"{found.refusal} Nothing was trained yet.")
             raise self._refused
@@ -163,6 +165,11 @@ class FlagWatch(RankPart):
         for line in lines if self._speaks else ():
             sys.stderr.write(f"nbaccel: {line}\n")
             sys.stderr.flush()
+
+
+def kind_of_call(frame: FrameType | None) -> LoopKind | None:
+    """Return the kind of loop whose library, or whose prepared optimizer, has led to a call; None for any other."""
+    return _kind_of(_modules(frame), ())
 
 
 def _kind_of(modules: Iterator[str], wrappers: Collection[str]) -> LoopKind | None:

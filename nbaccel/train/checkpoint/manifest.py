@@ -34,6 +34,7 @@ from nbaccel.errors import CheckpointCorrupt
 
 __all__ = [
     "MANIFEST",
+    "OF_A_CELL",
     "FileRecord",
     "Lineage",
     "Manifest",
@@ -46,6 +47,9 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+
+OF_A_CELL = "cell"
+"""The only part of a checkpoint of a loop that prepares nothing, which a feature writes."""
 
 _SEALED_THEMSELVES = "generators_*.json"
 

@@ -22,6 +22,7 @@ from nbaccel.train.checkpoint.autosave import Autosave, CheckpointPolicy, Deadli
 from nbaccel.train.checkpoint.content import HeldContent
 from nbaccel.train.checkpoint.directory import FoundCheckpoint
 from nbaccel.train.checkpoint.manager import Checkpoints
+from nbaccel.train.checkpoint.manifest import OF_A_CELL
 from nbaccel.train.checkpoint.rng_files import State, read
 from nbaccel.train.checkpoint.shards import refuse_partial_torch_save
 from nbaccel.train.prepare.training_context import TrainingContext
@@ -135,11 +136,17 @@ class ResumePolicy:
 
     def _find(self, place: Path) -> FoundCheckpoint | None:
         try:
-            return self._autosave.autosave_directory.choose_from(place)
+            found = self._autosave.autosave_directory.choose_from(place)
         except FileNotFoundError:
             if place != self._autosave.autosave_directory.folder:
                 raise
             return None  # the first session of a program that is always started with --resume
+        if found.manifest is not None and found.manifest.parts == [OF_A_CELL]:
+            raise CannotResume(
+                f"{found.folder} is a checkpoint of a loop that prepared nothing. Run that cell without prepare, name "
+                "another checkpoint (--resume PATH), or leave the resume out to start anew."
+            )
+        return found
 
     def _holdings(self) -> HeldContent:
         prepared = self._context.prepared

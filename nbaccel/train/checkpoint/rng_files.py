@@ -41,6 +41,8 @@ __all__ = [
     "write",
 ]
 
+_NUMPY_WORDS = 624
+
 State = dict[str, Any]
 """The generators of one process, in JSON."""
 
@@ -62,11 +64,19 @@ def read(device: torch.device) -> State:
 
 
 def restore(state: State, device: torch.device) -> None:
-    """Set this process's generators to `state`; those that are not in `state` do not change."""
+    """Set this process's generators to `state`; those that are not in `state` do not change.
+
+    Raises:
+        CheckpointCorrupt: NumPy would read beyond its memory: it does not check the position in its words.
+    """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(_bytes(state["torch"]))
     if "numpy" in sys.modules and "numpy" in state:
+        _, words, at, *_ = state["numpy"]
+        if len(words) != _NUMPY_WORDS or not 0 <= at <= _NUMPY_WORDS:
+            text = f"{at} of {len(words)} words"
+            raise CheckpointCorrupt(f"a random state of NumPy is damaged: {text}", expected=str(_NUMPY_WORDS), got=text)
         sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(_bytes(state["cuda"]), device)

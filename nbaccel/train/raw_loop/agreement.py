@@ -302,9 +302,11 @@ class LossHistory:
         return {name: type(table)(table) for name, table in self._tables()}
 
     def learn(self, known: dict[str, Any]) -> None:
-        """Add what another process has known."""
+        """Add what another process has known; what is known already stays as it is."""
         for name, table in self._tables():
-            table.update(known[name])
+            found = known[name] | table
+            table.clear()
+            table.update(found)
 
     def _tables(self) -> Iterator[tuple[str, Any]]:
         for owner in (self, self.references):

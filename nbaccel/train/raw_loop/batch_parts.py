@@ -272,13 +272,16 @@ class Cutter:
     Args:
         turns: The number of parts that a rank is given of each batch, one after the other, where there are enough
             samples.
+
+    Attributes:
+        cuts: Batches that were cut, by the key of their pass; the first parts of a pass are uneven.
     """
 
     def __init__(self, rank: int, world_size: int, turns: int) -> None:
         self._rank = rank
         self._world_size = world_size
         self._turns = turns
-        self._cuts: Counter[Hashable] = Counter()  # batches that were cut, by key
+        self.cuts: Counter[Hashable] = Counter()
 
     def parts(self, key: Hashable, count: int) -> list[tuple[int, int, Label]]:
         """Return this rank's parts of a batch of `count` samples, each with its begin and end.
@@ -288,8 +291,8 @@ class Cutter:
         """
         size = self._world_size
         turns = max(1, min(self._turns, count // size))
-        self._cuts[key] += 1
-        is_early = self._cuts[key] <= _UNEVEN
+        self.cuts[key] += 1
+        is_early = self.cuts[key] <= _UNEVEN
         is_uneven = is_early and turns == 1 and not count % size and count >= 3 * size
         borders = [0, *(rank * count // size + is_uneven for rank in range(1, size)), count]
         if is_early and turns > 1 and count >= 4 * size * turns:

@@ -193,20 +193,22 @@ class BatchSplitter:
         """Return the random streams, and what is known of passes, for a process that goes on with this loop."""
         for key, lasting in self._lasting.items():
             layout = self._layouts.get(lasting[:3])
-            self._known[lasting] = self._trained.get(key), key in self._whole, None if layout is None else vars(layout)
+            known = None if layout is None else vars(layout)
+            self._known[lasting] = self._trained.get(key), key in self._whole, self._cutter.cuts[key], known
         return {"streams": self._streams.state(), "passes": self._known}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with what `state` has returned, maybe in another process."""
+        """Go on with what `state` has returned, maybe in another process; what is known already stays known."""
         self._streams.restore(state["streams"])
-        self._known = state["passes"]
+        self._known = state["passes"] | self._known
 
     def _remember(self, key: tuple[Any, ...]) -> None:
         """Use what another process has known of the pass that begins with `key`."""
         lasting = self._lasting[key] = (*key[:3], lasting_place(), *key[4:])
         if key in self._trained or lasting not in self._known:
             return
-        trained, is_whole, layout = self._known[lasting]
+        trained, is_whole, cuts, layout = self._known[lasting]
+        self._cutter.cuts[key] = cuts
         if trained is not None:
             self._trained[key] = trained
         if is_whole:

@@ -52,8 +52,6 @@ __all__ = [
     "RawLoopTraining",
 ]
 
-_STATE = "raw loop"
-
 _OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
 """Errors that a number of samples may cause; some of them only with a text that mentions shapes."""
 
@@ -140,7 +138,7 @@ class RawLoopTraining:
         when_stepping_back(self.step_back)
         when_beginning_anew(self._begin_anew)
         count_steps_by(lambda: self._steps.under_way)
-        hold_loop_state(_STATE, self)
+        hold_loop_state("loop", self)
 
     def end(self) -> None:
         """End a task whose program is over: make the ranks end with equal weights.
@@ -217,12 +215,15 @@ class RawLoopTraining:
         return self._deferred.is_on
 
     def state(self) -> dict[str, Any]:
-        return {"state": pack({"passes": self._passes.state(), "losses": self._averaging.losses.known()}).structure}
+        passes, losses = self._passes.state(), self._averaging.losses.known()
+        return {"steps": self._steps.done, "shared": pack({"passes": passes, "losses": losses}).structure}
 
     def restore(self, state: dict[str, Any]) -> None:
-        found = unpack(state["state"], {})
-        self._passes.restore(found["passes"])
-        self._averaging.losses.learn(found["losses"])
+        self._steps.go_on_at(state["steps"])
+        if "shared" in state:
+            shared = unpack(state["shared"], {})
+            self._passes.restore(shared["passes"])
+            self._averaging.losses.learn(shared["losses"])
 
     # -- parts of it
 
@@ -259,9 +260,6 @@ class RawLoopTraining:
 
     def is_partial(self) -> bool:
         return self._deferred.is_on
-
-    def is_shared_out(self, parameters: list[Tensor]) -> bool:
-        return self._averaging.models.are_kept_together(parameters)
 
     def note_call(self, optimizer: Optimizer) -> None:
         self._defers(optimizer)
@@ -319,7 +317,7 @@ class RawLoopTraining:
     def _disarm(self) -> None:
         self._is_armed = False
         count_steps_by(None)
-        hold_loop_state(_STATE, None)
+        hold_loop_state("loop", None)
         self._hooks.remove()
         leave_scalers()
         self._deferred.begin()

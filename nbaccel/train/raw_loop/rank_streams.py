@@ -72,12 +72,13 @@ class Streams:
 
     def state(self) -> dict[str, Any]:
         """Return what the generators do not hold themselves, as it is between two batches."""
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        numbers = {name: getattr(self, name) for name in _NUMBERS} | {"drawing": self._drawing}
         return numbers | {name: None if (each := getattr(self, name)) is None else each.numpy().tobytes()
                           for name in _GENERATORS}  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue with a state of `state`, after the generators themselves were restored."""
+        self._drawing |= state["drawing"]
         for name in _NUMBERS:
             setattr(self, name, state[name])
         for name in _GENERATORS:

@@ -18,12 +18,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nbaccel.base.events import LoopEntered, LoopKind, Loss, TrainingMode, emit
+from nbaccel.train.checkpoint.serialization import unpack
 from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
 from nbaccel.train.raw_loop.hooks import Hooks, LoopChange
 from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassGauges, Place, key_of
 from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
-from nbaccel.train.step.raw_loop_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
+from nbaccel.train.step.raw_loop_hooks import (
+    count_steps_by,
+    forget,
+    hold_loop_state,
+    when_beginning_anew,
+    when_stepping_back,
+)
 
 __all__ = ["SingleRankWatch"]
 
@@ -83,6 +90,7 @@ class SingleRankWatch:
         when_stepping_back(self._leave)
         when_beginning_anew(self._begin_anew)
         count_steps_by(lambda: self._steps.under_way)
+        hold_loop_state("loop", self)
 
     def end(self) -> None:
         """End a task whose program has ended."""
@@ -115,6 +123,19 @@ class SingleRankWatch:
     def explain(self) -> str:
         return ""
 
+    # -- its state, see `LoopState`
+
+    def window_is_open(self) -> bool:
+        return False
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps.done}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._steps.go_on_at(state["steps"])
+        if "shared" in state and (common := unpack(state["shared"], {})["passes"]["streams"]["_common"]) is not None:
+            torch.default_generator.set_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
+
     def _begin_anew(self) -> None:
         """Begin another attempt of the program."""
         if self._is_armed:
@@ -133,6 +154,7 @@ class SingleRankWatch:
         leave_scalers()
         self._now = None
         count_steps_by(None)
+        hold_loop_state("loop", None)
         self._gauges.end()
         forget(self._leave)
 
@@ -149,10 +171,6 @@ class SingleRankWatch:
 
     def is_partial(self) -> bool:
         """Return False: batches come whole."""
-        return False
-
-    def is_shared_out(self, parameters: list[Tensor]) -> bool:
-        """Return False: there is no other rank."""
         return False
 
     def note_call(self, optimizer: Optimizer) -> None:

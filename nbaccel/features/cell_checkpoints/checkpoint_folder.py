@@ -1,0 +1,137 @@
+"""Folders of checkpoints of a cell: what is in them beside the difference. Runs in ranks.
+
+They have the manifest, the names and the random states of a prepared training's checkpoints, and are as complete or
+absent as these. The loss of the step after a save is added later, in a sealed file.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbaccel.base.events import Checkpoint, emit
+from nbaccel.base.values import frozen
+from nbaccel.errors import CheckpointCorrupt
+from nbaccel.features.cell_checkpoints.difference import CellDifference
+from nbaccel.train.checkpoint import rng_files
+from nbaccel.train.checkpoint.atomic_folder import replacing, sweep
+from nbaccel.train.checkpoint.directory import Timeline, is_of
+from nbaccel.train.checkpoint.manifest import OF_A_CELL, Manifest, read_sealed, write_sealed
+from nbaccel.train.checkpoint.rng_files import Stamp, State
+from nbaccel.train.checkpoint.serialization import pack, unpack
+
+__all__ = ["CellPosition", "CellSave", "conditions", "is_of_cell", "next_loss", "read_place"]
+
+_NEXT_LOSS = "generators_next_loss.json"
+"""Sealed by itself, since it is added later; its name is one that a manifest does not list."""
+
+
+@frozen
+class CellPosition:
+    """The place of a cell in its run, and facts about that run; its data are elsewhere.
+
+    Args:
+        position: See `cell_run`.
+        source: Marks of the cell and of the functions and classes that it names.
+        conditions: See `conditions`.
+    """
+
+    position: Mapping[str, Any]
+    source: Mapping[str, str]
+    conditions: Mapping[str, Any]
+
+
+@frozen
+class CellSave:
+    """A checkpoint of a cell, ready to be written by rank 0.
+
+    Args:
+        generators: Random states of this rank.
+    """
+
+    target: Path
+    stamp: Stamp
+    manifest: Manifest
+    place: CellPosition
+    difference: CellDifference
+    generators: State
+
+    def write(self, timeline: Timeline) -> None:
+        """Write it, and delete what is beyond the limit of `timeline`.
+
+        Raises:
+            CannotSave: No space, or no right to write there. The older checkpoint does not change.
+        """
+        began, stamp = time.monotonic(), str(self.stamp)
+        with replacing(self.target, self.difference.nbytes) as folder:
+            records = self.difference.write(folder)
+            structure = pack({name: getattr(self.place, name) for name in ("position", "source", "conditions")})
+            write_sealed(folder / f"{OF_A_CELL}.json", {"place": structure.structure})
+            rng_files.write(folder, 0, stamp, self.generators)
+            sweep(folder)
+            rng_files.carry(self.target, folder, stamp)
+            self.manifest.seal(folder, records)
+        rng_files.adopt(self.target, self.stamp)
+        timeline.latest = self.target
+        timeline.tidy()
+        emit(Checkpoint(str(self.target), self.manifest.step, time.monotonic() - began, goes_on=True))
+
+    def add_next_loss(self, loss: float) -> None:
+        """Add the loss of the step after it, unless the checkpoint has been replaced."""
+        if is_of(self.target, str(self.stamp)):
+            unfinished = self.target.with_name(f".{self.target.name}.next_loss")
+            write_sealed(unfinished, {"stamp": str(self.stamp), "loss": loss})
+            os.replace(unfinished, self.target / _NEXT_LOSS)
+
+
+def is_of_cell(manifest: Manifest | None) -> bool:
+    """Return whether a checkpoint is of a cell whose loop prepares nothing."""
+    return manifest is not None and manifest.parts == [OF_A_CELL]
+
+
+def read_place(folder: Path) -> CellPosition:
+    """Return where the cell was.
+
+    Raises:
+        CheckpointCorrupt: The file is damaged.
+    """
+    path = folder / f"{OF_A_CELL}.json"
+    try:
+        return CellPosition(**unpack(read_sealed(path)["place"], {}))
+    except (FileNotFoundError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointCorrupt(f"{path} is damaged: {error}", str(path)) from error
+
+
+def next_loss(folder: Path, manifest: Manifest) -> float | None:
+    """Return the loss of the step after the save; None if it was not added."""
+    try:
+        found = read_sealed(folder / _NEXT_LOSS)
+    except (FileNotFoundError, CheckpointCorrupt):
+        return None
+    return float(found["loss"]) if found.get("stamp") == manifest.stamp else None
+
+
+def conditions(world_size: int, parts: int, device: torch.device) -> dict[str, Any]:
+    """Return facts under which the same numbers are computed bit by bit."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {
+        "ranks": world_size,
+        "parts of a batch": parts,
+        "device": f"{device.type} {name}",
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

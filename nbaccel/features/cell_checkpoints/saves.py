@@ -1,0 +1,282 @@
+"""CellSaves: saves the unmodified loop of one cell in one rank, and goes on from a checkpoint. Runs in ranks.
+
+All ranks save before the same step, by the `Schedule` of prepared loops. Rank 0 writes the names and objects, and each
+rank adds its own random states; no rank waits for another. A run that is stopped leaves at a boundary of its loop,
+where it is saved. As soon as the program prepares, or another trainer trains, nothing here acts.
+
+Reasons: docs/design/checkpoints.md
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nbaccel.base.events import SavesItself, SavingAtStop, emit, reports
+from nbaccel.base.settings import RunSettings
+from nbaccel.errors import CannotResume, CannotSave, RunStopped
+from nbaccel.features.cell_checkpoints import random_states
+from nbaccel.features.cell_checkpoints.checkpoint_folder import CellPosition, CellSave, conditions, is_of_cell
+from nbaccel.features.cell_checkpoints.continuation import Continuation
+from nbaccel.features.cell_checkpoints.difference import CellDifference
+from nbaccel.features.cell_checkpoints.head_state import HeadState
+from nbaccel.features.cell_checkpoints.loss_tap import LossTap
+from nbaccel.features.cell_checkpoints.marked_cell import Boundary, MarkedCell
+from nbaccel.features.source.source_mark import SourceMark
+from nbaccel.launching.rank.flag_watch import kind_of_call
+from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.namespace.names import names_assigned
+from nbaccel.options.flag_effects import GivenFlag
+from nbaccel.train.checkpoint import rng_files
+from nbaccel.train.checkpoint.atomic_folder import as_cannot_save
+from nbaccel.train.checkpoint.autosave import CheckpointPolicy, Schedule, schedule
+from nbaccel.train.checkpoint.directory import FoundCheckpoint, Timeline
+from nbaccel.train.checkpoint.manifest import OF_A_CELL, Lineage, Manifest
+from nbaccel.train.checkpoint.rng_files import Stamp
+from nbaccel.train.distributed.partial_state import current_world
+from nbaccel.train.step.raw_loop_hooks import forget, step_under_way, when_stepping_back, window_is_open
+
+__all__ = ["CellSaves", "marks_of"]
+
+_EVERY = "checkpoint_every"
+
+_OF_CODE = ("code ", "compiled ", "class ")
+"""Beginnings of marks of functions and classes, see `SourceMark`."""
+
+_NOT_HERE = (
+    "the loop that trains is neither in the cell nor in a function that the notebook has, so a run could not go on in "
+    "it. Write the loop into the cell"
+)
+
+
+class CellSaves:
+    """Saves one cell's run in this rank; a context around it.
+
+    Args:
+        run_name, marks: See `SavingCellTask`.
+        flags: Those of the run.
+
+    Attributes:
+        head: The notebook and the cell at the head of the loop; None before it.
+    """
+
+    def __init__(
+        self,
+        source: CellSource,
+        namespace: dict[str, Any],
+        run_name: str,
+        marks: Mapping[str, str],
+        flags: Sequence[GivenFlag] = (),
+    ) -> None:
+        settings, self._world = RunSettings.from_env(), current_world()
+        self._policy = policy = CheckpointPolicy.of(settings)
+        self._parts_of_batch = settings.split or 1
+        self._timeline = Timeline(policy.folder, policy.keep)
+        self._timeline.begin(Lineage(run=run_name, is_agreed=True))
+        self._schedule: Schedule | None = None if policy.every is None else schedule(policy.every, self._world)
+        self._flag = next((flag for flag in flags if flag.name == _EVERY), GivenFlag(_EVERY, "--checkpoint-every"))
+        self._marks = marks
+        self._is_on, self._is_due, self._is_tried, self._has_optimizer = True, False, False, False
+        self._asked = self._saved = 0
+        self.head: HeadState | None = None
+        found = None if policy.resume is None else self._found(policy.resume)
+        is_of_ours = found is not None and is_of_cell(found.manifest)
+        self._foreign = None if is_of_ours else found
+        self._continuation = Continuation(found, self, marks) if found is not None and is_of_ours else None
+        self._cell = MarkedCell(source, namespace, self, self._continuation)
+
+    @property
+    def parts(self) -> list[types.CodeType]:
+        """Return what is executed in place of the cell's own code."""
+        parts: list[types.CodeType] = self._cell.parts
+        return parts
+
+    def __enter__(self) -> Self:
+        when_stepping_back(self._step_back)
+        self._first_step = register_optimizer_step_pre_hook(self._before_step)
+        self._cell.__enter__()
+        self._watch_for_steps_by_hand(0)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._cell.__exit__(*error)
+        self._first_step.remove()
+        if self._is_on and self._schedule is not None and not self._is_tried and step_under_way():
+            self.say(f"{self._flag}: nothing was saved, since no optimizer has stepped in a loop of the cell.")
+        self._step_back()
+        forget(self._step_back)
+
+    def _step_back(self) -> None:
+        """Leave saves to the Accelerator: the program prepares."""
+        self._is_on = False
+
+    def say(self, line: str) -> None:
+        """Print a line for all ranks."""
+        if self._world.is_main_process:
+            sys.stdout.write(f"{line}\n")
+
+    # -- to go on
+
+    def _found(self, place: Path) -> FoundCheckpoint | None:
+        """Return the newest whole checkpoint of `place`; every rank finds the same one, before any of them saves."""
+        try:
+            found = self._timeline.choose_from(place)
+        except FileNotFoundError:
+            if place != self._timeline.folder:
+                raise
+            return None  # the first session of a cell that always has --resume
+        for reason in found.passed_over:
+            self.say(f"{reason}. Loading {found.folder} instead.")
+        return found
+
+    def resumed(self, found: FoundCheckpoint) -> None:
+        """Count this run as one that goes on from a checkpoint."""
+        assert found.manifest is not None
+        self._timeline.lineage.follow(found.manifest)
+        self._timeline.latest = found.folder
+        self._cell.steps = self._asked = self._saved = found.manifest.step
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Facts under which the numbers are the same bit by bit."""
+        return conditions(self._world.world_size, self._parts_of_batch, random_states.device())
+
+    # -- what the cell's version calls
+
+    def at_head(self, roots: dict[str, Any]) -> None:
+        """Take the state to which a checkpoint is the difference."""
+        if not self._is_on:
+            return
+        if self._foreign is not None:
+            raise CannotResume(
+                f"{self._foreign.folder} is a checkpoint of a prepared loop, and this loop prepares nothing. Prepare "
+                "as then, name another checkpoint (--resume PATH), or leave --resume out to start anew."
+            )
+        if self._policy.resume is not None and self._continuation is None and self.head is None:
+            self.say(f"nothing to resume in {self._policy.resume} yet: the training starts at its beginning")
+        self.head = HeadState(roots)
+
+    def at_boundary(self, boundary: Boundary) -> None:
+        """Save if it is time, or leave if the run is to end.
+
+        Raises:
+            RunStopped: The run ends here; it is saved if it can be.
+            CannotSave: The loop cannot be saved, and this is the first time that it is found out.
+        """
+        if not self._is_on or window_is_open():
+            return
+        under_way = step_under_way()
+        step = boundary.steps if under_way is None else under_way + 1
+        self._refuse_early(boundary)
+        if step > self._asked:
+            self._enter(boundary, step)
+            self._asked = step
+            self._is_due |= self._schedule is not None and self._schedule.is_due(step)
+        if self._is_due and not boundary.refusal():
+            self._is_due = False
+            self._save(boundary, step)
+
+    def _enter(self, boundary: Boundary, step: int) -> None:
+        try:
+            reports.enter_step(step, 0)
+        except RunStopped:
+            if self._schedule is not None and step > self._saved and not boundary.refusal():
+                emit(SavingAtStop())
+                try:
+                    self._save(boundary, step)
+                finally:
+                    emit(SavingAtStop(is_over=True))
+            raise
+
+    # -- saves
+
+    def _refuse_early(self, boundary: Boundary) -> None:
+        """Find out after the first step whether the loop can be saved at all, before hours of it are to be lost."""
+        if self._is_tried or self._schedule is None:
+            return
+        self._is_tried = True
+        why = boundary.refusal()
+        try:
+            if boundary.enclosing_refusal() and why:
+                raise CannotSave(why, str(self._timeline.folder))
+            self._difference(boundary)
+        except CannotSave as error:
+            self._refuse(str(error))
+            return
+        if why:
+            self.say(f"{self._flag}: saved between the rounds of an enclosing loop only: {why}")
+        emit(SavesItself())
+
+    def _watch_for_steps_by_hand(self, versions: int) -> None:
+        """Count the steps of a loop without an optimizer, by changes of what it trains between two backwards."""
+
+        def look(loss: float) -> None:
+            if not self._has_optimizer and self._is_on:
+                trained = () if self.head is None else self.head.tensors()
+                now = sum(tensor._version for tensor in trained if tensor.requires_grad)
+                self._cell.steps += versions not in (0, now)
+                self._watch_for_steps_by_hand(now)
+
+        LossTap(look, is_read=False)
+
+    def _before_step(self, *_: Any) -> None:
+        """Refuse a loop that is out of sight, before its first step; leave that of a library to the library."""
+        self._first_step.remove()
+        self._has_optimizer = True
+        if not self._is_on:
+            return
+        if kind_of_call(sys._getframe(1)) is not None:
+            self._step_back()
+        elif self.head is None and self._schedule is not None:
+            self._refuse(f"{_NOT_HERE}.")
+
+    def _refuse(self, why: str) -> None:
+        """Raise an error, or only print it if the flag is one of the notebook's settings."""
+        if self._flag.is_own:
+            raise CannotSave(f"{self._flag}: {why}", str(self._timeline.folder))
+        self.say(f"{self._flag}: {why} Nothing is saved.")
+        self._schedule = None
+
+    def _difference(self, boundary: Boundary) -> CellDifference:
+        assert self.head is not None, "a boundary is in a loop, whose head comes before"
+        return CellDifference.between(self.head, boundary.roots())
+
+    def _save(self, boundary: Boundary, step: int) -> None:
+        self._saved = step
+        generators = random_states.read()
+        lineage, rank = self._timeline.lineage, self._world.rank
+        stamp = Stamp(step, self._parts_of_batch, f"{lineage.run}.{lineage.turns}")
+        target = self._timeline.folder_for(step)
+        if rank:
+            with as_cannot_save(target):
+                rng_files.add(target, rank, stamp, generators, committed=self._timeline.committed)
+            return
+        if news := self._timeline.news(target):
+            self.say(news)
+        difference = self._difference(boundary)
+        if news := self._timeline.shortage(target, difference.nbytes):
+            self.say(news)
+        of_run = {"run": lineage.run, "ancestors": dict(lineage.ancestors)}
+        manifest = Manifest(str(stamp), step, 0, 0, self._world.world_size, parts=[OF_A_CELL], **of_run)  # type: ignore[arg-type]
+        place = CellPosition(boundary.position(), self._marks, self.conditions)
+        save = CellSave(target, stamp, manifest, place, difference, generators)
+        save.write(self._timeline)
+        LossTap(save.add_next_loss)
+
+
+def marks_of(source: CellSource, namespace: dict[str, Any]) -> dict[str, str]:
+    """Return the marks of a cell's code, and of the functions and classes of the notebook that it names; no values."""
+    parts = source.compile()
+    bound = names_assigned(parts)
+    names = {name: value for name, value in namespace.items() if name not in bound}
+    found = SourceMark.of_cell(source.code, parts, names).names
+    return {name: mark for name, mark in found.items() if not name or mark.startswith(_OF_CODE)}

@@ -1,0 +1,297 @@
+"""Cells that prepare nothing are saved, end, and go on: in real ranks, in a notebook whose names are made anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
+from nbaccel.train.checkpoint.manifest import Manifest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+ABOVE = """
+import time, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+
+def end_here(step):
+    end = Path("end")
+    if end.exists() and step == int(end.read_text()):
+        end.unlink()
+        raise RuntimeError("the session ends")
+
+rate = 1e-2
+dropout = torch.nn.Dropout(0.2)
+model = torch.nn.Sequential(torch.nn.Linear(3, 8), dropout, torch.nn.Linear(8, 1)).double()
+optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+x = torch.linspace(0, 1, 96, dtype=torch.double).reshape(-1, 3)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+loader = DataLoader(data, batch_size=8, shuffle=True)
+history = []
+"""
+LOOP = """
+step = 0
+for epoch in range(3):
+    for inputs, targets in loader:
+        end_here(step)
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+    history.append(loss.item())
+"""
+SAVES = "--cpu --seed 3 --checkpoint-every 2steps --checkpoint-dir {}"
+
+
+class Sessions:
+    """Sessions of one notebook, one after the other: the names of each are gone when the next begins."""
+
+    def __init__(self, notebook: Any, above: str = ABOVE) -> None:
+        self._notebook, self._first, self.above = notebook, set(notebook.names), above
+
+    def begin(self, above: str = "") -> None:
+        for name in self._notebook.names.keys() - self._first:
+            del self._notebook.names[name]
+        self.do(above or self.above)
+
+    def run(self, cell: str) -> Any:
+        return self._notebook.run(cell)
+
+    def do(self, cell: str) -> Any:
+        done = self.run(cell)
+        assert done.error is None, f"{done.error}\n{done.stdout}{done.stderr}"
+        return done
+
+    def end(self, flags: str, step: int, loop: str = LOOP) -> None:
+        """Begin a session, which ends before `step`; then begin another."""
+        self.begin()
+        Path("end").write_text(str(step))
+        ended = self.run(f"%%accelerate {flags}\n{loop}")
+        assert str(ended.error) == "the session ends", ended.error
+        self.begin()
+
+    def trained(self) -> tuple[list[float], list[float], int]:
+        names = self._notebook.names
+        weights = torch.cat([value.flatten() for value in names["model"].state_dict().values()])
+        return weights.tolist(), list(names["history"]), names["step"]
+
+
+@pytest.fixture
+def sessions(notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sessions:
+    monkeypatch.chdir(tmp_path)
+    return Sessions(notebook)
+
+
+def undisturbed(sessions: Sessions, flags: str, loop: str = LOOP) -> Any:
+    sessions.begin()
+    sessions.do(f"%%accelerate {flags.format('undisturbed')}\n{loop}")
+    return sessions.trained()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("step", [5, 3, 11])
+@pytest.mark.parametrize(("n", "start"), [(2, "fork"), (2, "zygote"), (1, "zygote"), (1, "inline")])
+def test_a_loop_that_was_ended_goes_on_bit_by_bit(sessions: Sessions, n: int, start: str, step: int) -> None:
+    flags = f"-n {n} --start {start} {SAVES}"
+    expected = undisturbed(sessions, flags)
+    sessions.end(flags.format("saved"), step)
+    cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{LOOP}")
+    assert f"continuing from saved/checkpoint_{step // 2 * 2}: step {step // 2 * 2}\n" in cell.stdout
+    assert sessions.trained() == expected
+    kept = sorted(Manifest.read(path).step for path in Path("saved").iterdir())
+    assert kept == [8, 10, 12] if step < 8 else len(kept) == 3
+
+
+@pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_trains_on_the_same_samples(sessions: Sessions, then: int, now: int) -> None:
+    sessions.above = ABOVE.replace("Dropout(0.2)", "Dropout(0.0)")
+    weights, history, step = undisturbed(sessions, f"-n 1 {SAVES}")
+    sessions.end(f"-n {then} {SAVES.format('saved')}", 5)
+    cell = sessions.do(f"%%accelerate -n {now} {SAVES.format('saved')} --resume\n{LOOP}")
+    assert f"the checkpoint was written by {then} rank(s) and continues in {now}: the same samples" in cell.stdout
+    found = sessions.trained()
+    assert found[2] == step
+    assert torch.allclose(torch.tensor(found[0]), torch.tensor(weights), rtol=0, atol=1e-12)
+    assert torch.allclose(torch.tensor(found[1]), torch.tensor(history), rtol=0, atol=1e-12)
+
+
+def test_without_a_checkpoint_a_resume_begins_anew_and_says_so(sessions: Sessions) -> None:
+    sessions.begin()
+    cell = sessions.do(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{LOOP}")
+    assert "nothing to resume in saved yet: the training starts at its beginning\n" in cell.stdout
+
+
+def test_a_time_limit_saves_and_the_next_run_goes_on_there(sessions: Sessions) -> None:
+    slow = LOOP.replace("        step += 1\n", "        step += 1\n        time.sleep(pause)\n")
+    expected = undisturbed(sessions, f"-n 2 {SAVES}")
+    sessions.begin(ABOVE + "pause = 0.3\n")
+    cell = sessions.do(f"%%accelerate -n 2 --cpu --seed 3 --checkpoint-every 100steps --time-limit 2s\n{slow}")
+    said = re.search(r"stopped after (\d+) steps? at the time limit of 2 s; --resume goes on from its", cell.stdout)
+    assert said is not None, cell.stdout
+    assert [path.name for path in Path("nbaccel_checkpoints").iterdir()] == [f"checkpoint_{said[1]}"]
+    sessions.begin(ABOVE + "pause = 0.0\n")
+    cell = sessions.do(f"%%accelerate -n 2 --cpu --resume\n{slow}")
+    assert "pause" in cell.stdout
+    assert sessions.trained() == expected
+
+
+CHANGES: dict[str, tuple[Callable[[str], str], Callable[[str], str], str]] = {
+    "the cell": (lambda above: above, lambda loop: loop.replace("range(3)", "range(4)"), "its source has changed"),
+    "a function": (
+        lambda above: above.replace("end = Path", "end = 1 and Path"),
+        lambda loop: loop,
+        "end_here() has changed",
+    ),
+    "data": (
+        lambda above: above.replace("linspace(0, 1", "linspace(0, 2"),
+        lambda loop: loop,
+        "data",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cell_that_has_changed_does_not_go_on(sessions: Sessions, change: str) -> None:
+    above, loop, said = CHANGES[change]
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 5)
+    sessions.begin(above(ABOVE))
+    cell = sessions.run(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{loop(LOOP)}")
+    assert isinstance(cell.error, CannotResume), cell.error
+    assert said in str(cell.error)
+
+
+def test_a_constant_above_may_be_another_and_is_named(sessions: Sessions) -> None:
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 5)
+    sessions.begin(ABOVE + "note = 1\n")
+    sessions.do(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{LOOP}")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(sessions: Sessions) -> None:
+    expected = undisturbed(sessions, f"-n 1 {SAVES}")
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 7)
+    largest = max(Path("saved/checkpoint_6").iterdir(), key=lambda path: path.stat().st_size)
+    with open(largest, "r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        file.write(b"damage")
+    cell = sessions.do(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{LOOP}")
+    assert re.search(r"saved/checkpoint_6/\S+ is damaged: .*\. Loading saved/checkpoint_4 instead\.", cell.stdout)
+    assert "continuing from saved/checkpoint_4: step 4\n" in cell.stdout
+    assert sessions.trained() == expected
+
+
+def forged(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change where the cell was, and make the checkpoint whole again, as somebody would who wants to run code."""
+    from nbaccel.train.checkpoint.manifest import read_sealed, write_sealed
+
+    content = read_sealed(folder / "cell.json")
+    change(content)
+    write_sealed(folder / "cell.json", content)
+    Manifest.read(folder).seal(folder)
+
+
+def test_a_forged_checkpoint_runs_no_code(sessions: Sessions) -> None:
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 5)
+
+    def forge(content: dict[str, Any]) -> None:
+        text = json.dumps(content["place"])
+        names = re.sub(r'"(history|optimizer)"', "\"__import__('os').mkdir('owned')\"", text)
+        content["place"] = json.loads(names)
+
+    forged(Path("saved/checkpoint_4"), forge)
+    cell = sessions.run(f"%%accelerate -n 1 {SAVES.format('saved')} --resume saved/checkpoint_4\n{LOOP}")
+    assert not Path("owned").exists()
+
+    forged(Path("saved/checkpoint_2"), lambda content: content.update(place={"evil": ["os.system"]}))
+    cell = sessions.run(f"%%accelerate -n 1 {SAVES.format('saved')} --resume saved/checkpoint_2\n{LOOP}")
+    assert isinstance(cell.error, CheckpointCorrupt), cell.error
+    assert "saved/checkpoint_2/cell.json is damaged" in str(cell.error)
+
+
+def test_a_first_loss_that_nothing_explains_ends_the_run_before_a_step(sessions: Sessions) -> None:
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 5)
+    path = Path("saved/checkpoint_4/generators_next_loss.json")
+    from nbaccel.train.checkpoint.manifest import read_sealed, write_sealed
+
+    content = read_sealed(path)
+    write_sealed(path, content | {"loss": content["loss"] * 1.5})
+    cell = sessions.run(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{LOOP}")
+    assert isinstance(cell.error, CannotResume), cell.error
+    assert "in the run that is continued from saved/checkpoint_4, by as many ranks on the same processor" in str(
+        cell.error
+    )
+    write_sealed(path, content | {"loss": content["loss"] * (1 + 1e-6)})
+    sessions.begin()
+    cell = sessions.do(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{LOOP}")
+    assert "in the run that is continued from saved/checkpoint_4 (equal to rounding)" in cell.stdout
+
+
+PREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" + LOOP.replace(
+    "loss.backward()", "accelerator.backward(loss)"
+)
+
+
+def test_a_prepared_loop_is_its_accelerators(sessions: Sessions) -> None:
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 5, PREPARED)
+    assert "model" in Manifest.read(Path("saved/checkpoint_4")).parts
+    cell = sessions.run(f"%%accelerate -n 1 --cpu --checkpoint-dir saved --resume\n{LOOP}")
+    assert isinstance(cell.error, CannotResume)
+    assert "saved/checkpoint_4 is a checkpoint of a prepared loop, and this loop prepares nothing" in str(cell.error)
+
+
+def test_a_prepared_loop_does_not_go_on_from_one_that_prepared_nothing(sessions: Sessions) -> None:
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 5)
+    cell = sessions.run(f"%%accelerate -n 1 --cpu --checkpoint-dir saved --resume\n{PREPARED}")
+    assert isinstance(cell.error, CannotResume), cell.error
+
+
+def test_a_loop_in_a_module_is_refused_before_its_first_step(sessions: Sessions) -> None:
+    Path("engine_of_test.py").write_text("def train(model, optimizer, loader):\n    for x, y in loader:\n"
+                                         "        model(x).sum().backward()\n        optimizer.step()\n")  # fmt: skip
+    sessions.begin()
+    cell = f"%%accelerate -n 1 {SAVES.format('saved')}\nimport sys; sys.path.insert(0, '')\nimport engine_of_test\n"
+    ended = sessions.run(f"{cell}engine_of_test.train(model, optimizer, loader)")
+    assert isinstance(ended.error, CannotSave), ended.error
+    assert str(ended.error).startswith("--checkpoint-every 2steps: the loop that trains is neither in the cell nor")
+    assert not Path("saved").exists()
+
+
+BY_HAND = """
+step = 0
+for epoch in range(2):
+    for inputs, targets in loader:
+        end_here(step)
+        model.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        step += 1
+    history.append(loss.item())
+"""
+
+
+def test_a_loop_that_steps_by_hand_is_saved_too(sessions: Sessions) -> None:
+    flags = f"-n 1 {SAVES}"
+    expected = undisturbed(sessions, flags, BY_HAND)
+    sessions.end(flags.format("saved"), 7, BY_HAND)
+    sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{BY_HAND}")
+    assert sessions.trained() == expected
+
+
+def test_ranks_that_stay_save_and_go_on(sessions: Sessions) -> None:
+    flags = f"-n 1 {SAVES}"
+    expected = undisturbed(sessions, flags)
+    sessions.end(f"{flags.format('saved')} --keep -o model,history,step", 5)
+    sessions.run("%accelerate stop")
+    sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{LOOP}")
+    assert sessions.trained() == expected
