@@ -153,11 +153,15 @@ _EFFECTS: Mapping[str, Mapping[LoopKind, FlagEffect]] = {
     },
     "accumulate": {
         **_by_whom(
-            "K batches for each optimizer step, where `with accelerator.accumulate(model):` is around a batch",
+            "",
             "takes a step for as many batches as it is written for",
             "TrainingArguments(gradient_accumulation_steps=4)",
             "Trainer(accumulate_grad_batches=4)",
             "fabric.no_backward_sync, and a step for every fourth batch",
+        ),
+        LoopKind.PREPARED: _works(
+            "K batches for each optimizer step, where `with accelerator.accumulate(model):` is around a batch",
+            "`with accelerator.accumulate(model):` around each batch",
         ),
         LoopKind.ACCELERATE: _works("the default of its Accelerator, which reads the same variable"),
     },

@@ -59,6 +59,7 @@ class FlagWatch(RankPart):
         self._is_dry = is_dry
         self._flags: Sequence[GivenFlag] = ()
         self._speaks = self._saves_itself = False
+        self._said: list[str] = []
         self._refused: FlagWithoutEffect | None = None
         self._handle: Any = None
         self.kind: LoopKind | None = None
@@ -79,6 +80,7 @@ class FlagWatch(RankPart):
         self.leave()
         self._flags, self._speaks, self._saves_itself = flags, speaks, saves_itself
         self._refused = self.kind = None
+        self._said = []
         self.in_force = {}
         if flags:
             when_loaded({"torch.optim.optimizer": self._hook})
@@ -129,9 +131,11 @@ class FlagWatch(RankPart):
             FlagWithoutEffect: nothing has been trained yet, and must not be.
         """
         assert isinstance(event, TrainingMode)
+        kind = LoopKind(event.kind)
+        if self._flags and self.kind is kind:  # more is known of it
+            self._know(kind, {**self.in_force, **event.in_force})
         if not self._flags or self.kind is not None:
             return
-        kind = LoopKind(event.kind)
         if kind is LoopKind.UNMODIFIED:  # a library's loop looks like one to torch
             kind = _kind_of(_modules(sys._getframe(1), leaves_out=(_LAUNCH, "nbaccel.train.")), ()) or kind
         self._know(kind, event.in_force)
@@ -162,7 +166,8 @@ class FlagWatch(RankPart):
 
     def _say(self, lines: Sequence[str]) -> None:
         """Print lines; no warnings, which a program may filter, or turn into errors of this rank alone."""
-        for line in lines if self._speaks else ():
+        for line in [each for each in lines if each not in self._said] if self._speaks else ():
+            self._said.append(line)
             sys.stderr.write(f"nbaccel: {line}\n")
             sys.stderr.flush()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from nbaccel.base.events import LoopKind, TrainingMode, emit
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import warn_user
@@ -85,6 +86,7 @@ class PreparedOptimizer(Optimizer):
         self._guard = guard
         self._freshness = Freshness()
         self._backwards = accumulation.backwards  # our backwards that had run at its last step
+        self._has_stepped = False
         self._was_skipped = False
         self._skips_in_a_row = 0
         self._tells: Callable[[], bool] | None = None  # returns whether the last step was taken, if not read yet
@@ -129,6 +131,8 @@ class PreparedOptimizer(Optimizer):
         if self._tells is not None:  # the step before: read only now, when the device already computes the next one
             self._note(self._tells())
         is_ours = self.accumulation.backwards != self._backwards
+        if not self._has_stepped:
+            self._note_first()
         if is_ours and self.accumulation.block is not None:
             self.accumulation.block.rescale()  # a window that ends with a batch that had no backward
         if not is_ours and closure is None and self._freshness.has_new(self.optimizer):
@@ -163,6 +167,14 @@ class PreparedOptimizer(Optimizer):
         else:
             self._tells = taken
         return value
+
+    def _note_first(self) -> None:
+        """Report, at the first step, that batches are not accumulated although that was chosen."""
+        self._has_stepped = True
+        accumulation = self.accumulation
+        batches = accumulation.backwards - self._backwards
+        if accumulation.steps > 1 >= batches and not (accumulation.depth or accumulation.is_local):
+            emit(TrainingMode(LoopKind.PREPARED, in_force={"accumulate": "a step for each batch"}))
 
     def refuse_unscaled(self) -> None:
         """Refuse to unscale gradients that were never scaled: those of the program's own ``loss.backward()``."""

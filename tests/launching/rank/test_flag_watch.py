@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -139,6 +140,27 @@ def lightnings_trainer() -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, **quiet)
     trainer.fit(Module(), loader())
+
+
+def prepared_loop(accumulates: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches = accelerator.prepare(bare := Net(), sgd(bare), loader())
+    for at, (x,) in enumerate(batches):
+        with accelerator.accumulate(model) if accumulates == "by a block" else contextlib.nullcontext():
+            accelerator.backward(model(x)["loss"])
+            if accumulates != "by its own count" or at % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("accumulates", ["", "by a block", "by its own count"])
+def test_a_prepared_loop_that_steps_with_every_batch_is_told_so(accumulates: str) -> None:
+    run = launch(told, 1, args=(partial(prepared_loop, accumulates),), cpu=True, gradient_accumulation_steps=4)
+    line = (
+        "nbaccel: gradient_accumulation_steps=4 has no effect above a prepared loop: its own value wins, a step for "
+        "each batch. Instead: `with accelerator.accumulate(model):` around each batch."
+    )
+    assert run.values == [[] if accumulates else [line]]
 
 
 PRECISION, BATCHES, SHARDS = "mixed_precision='bf16'", "gradient_accumulation_steps=4", "strategy='fsdp'"
