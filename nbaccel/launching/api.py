@@ -145,7 +145,7 @@ def launch(
     spec = plan.spec(task, setup, wants_results=True)
     if spec.start.method == "inline":
         return _launch_inline(spec, survey, check=check, origin=_origin(options))
-    aside = _set_aside(spec) if free_kernel else None
+    aside = _set_aside(spec.devices) if free_kernel else None
     launcher = default_launcher()
     shown, title = _show(launcher, spec, survey, aside)
     ended = None
@@ -184,9 +184,9 @@ def planned(options: RunOptions, task: FunctionTask, survey: Survey) -> LaunchPl
     return plan
 
 
-def _set_aside(spec: LaunchSpec) -> ModelsOnHost:
+def _set_aside(devices: Devices) -> ModelsOnHost:
     """Return the notebook's models on the GPUs of the run, which move to the host while it lasts."""
-    return ModelsOnHost(vars(sys.modules["__main__"]), CudaMemory({gpu.index for gpu in spec.devices.gpus}))
+    return ModelsOnHost(vars(sys.modules["__main__"]), CudaMemory({gpu.index for gpu in devices.gpus}))
 
 
 def _show(
@@ -199,12 +199,12 @@ def _show(
     """
     assert isinstance(spec.task, FunctionTask)
     title = _describe_call(spec.task.function, spec.task.args, spec.task.kwargs)
-    return show_run(launcher, spec, survey, title, aside), title
+    return show_run(launcher, spec.devices, survey, title, aside), title
 
 
 def show_run(
     launcher: Launcher,
-    spec: LaunchSpec,
+    devices: Devices,
     survey: Survey,
     title: str,
     aside: ModelsOnHost | None = None,
@@ -218,10 +218,9 @@ def show_run(
         aside: The objects that the notebook moves off the GPUs during the run.
         frames, screen: See `Views.show`.
     """
-    devices = spec.devices
     facts = RunFacts(title, str(devices), devices.names())
     shown = launcher.views.show(
-        shell_here(), spec.world_size, facts, survey.platform, says_end=False, frames=frames, screen=screen
+        shell_here(), devices.num_processes, facts, survey.platform, says_end=False, frames=frames, screen=screen
     )
     freed_on = (lambda device: 0) if aside is None else aside.bytes_on
     entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # GPUs that a new process will use

@@ -228,7 +228,7 @@ class OomRestartPolicy:
         if death.refusal is not None:
             self._refusals.append((death.refusal, loop))
         spec = _smaller(attempt.spec, attempt.ended, loop, checkpoint)
-        return Restart(spec, "; ".join([happened, *self._said(attempt, loop, spec), *_said_of(held)]))
+        return Restart(spec, "; ".join([happened, *self._said(attempt, loop, spec.settings.resume), *_said_of(held)]))
 
     def _reason_to_stop(
         self,
@@ -275,10 +275,15 @@ class OomRestartPolicy:
             )
         return ""
 
-    def _said(self, attempt: LaunchAttempt, loop: LoopEntered, spec: LaunchSpec) -> list[str]:
-        """Return what changes in the next attempt, that of `spec`, and what the earlier ones leave behind."""
+    def _said(self, attempt: LaunchAttempt, loop: LoopEntered, resume: str | None) -> list[str]:
+        """Return what changes in the next attempt, and what the earlier ones leave behind.
+
+        Args:
+            attempt: The one that ran out of memory.
+            loop: The loop that it was in.
+            resume: The checkpoint from which the next one goes on; None for none.
+        """
         parts = _parts_of_next(loop)
-        resume = spec.settings.resume
         whence = "" if resume is None else f" from {resume or 'the newest checkpoint'}"
         said = [
             f"started again{whence} {_in_parts(loop, parts)}{_effective(loop, attempt.spec.world_size)}",

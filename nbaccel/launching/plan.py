@@ -152,7 +152,7 @@ class LaunchPlan:
                 f"{limit.flag} can stop ranks only, and this cell would run in the notebook's own process "
                 f"({plan.start.reason}): leave {limit.flag} out."
             )
-        precision, reason = choose_precision(options, plan.devices)
+        precision, reason = choose_precision(options.mixed_precision, plan.devices)
         automatic = _automatic(draws_seed=not draws_as_here(options, task), is_raw=_is_raw(options, task))
         settings = replace(plan.settings, mixed_precision=precision).over(automatic)
         return replace(plan, options=options, settings=settings, precision_reason=reason, own=own or RunOptions())
@@ -306,7 +306,7 @@ class ScriptPlan:
         """
         devices = devices_of(options, survey)
         devices = replace(devices, gpus=devices.gpus[: devices.num_processes])  # all ranks see the same ones there
-        precision = None if options.mixed_precision is None else choose_precision(options, devices)[0]
+        precision = None if options.mixed_precision is None else choose_precision(options.mixed_precision, devices)[0]
         threads = threads or threads_per_rank(survey.cpu_count, devices.num_processes)
         return cls(devices, _settings_of(options, precision), threads)
 
@@ -337,21 +337,25 @@ def _cores(cores: int) -> str:
     return "is 1 core" if cores == 1 else f"are {cores} cores"
 
 
-def choose_precision(options: RunOptions, devices: Devices) -> tuple[str, str]:
+def choose_precision(asked: str | None, devices: Devices) -> tuple[str, str]:
     """Return the precision of `Accelerator()` in a cell, and the reason if it was not chosen.
+
+    Args:
+        asked: The precision that was asked for; None for the best one.
+        devices: Those of the run.
 
     Raises:
         LaunchRefused: bf16 on a GPU that only emulates it.
     """
     gpu = devices.weakest_gpu
-    if options.mixed_precision in (None, AUTO):
+    if asked is None or asked == AUTO:
         return best_precision(gpu)
-    if options.mixed_precision == "bf16" and gpu is not None and (0, 0) < gpu.compute_capability < _BF16_SINCE:
+    if asked == "bf16" and gpu is not None and (0, 0) < gpu.compute_capability < _BF16_SINCE:
         best, _ = best_precision(gpu)
         raise LaunchRefused(
             f"{gpu.name} has no bf16 units and would emulate bf16 slowly: use -p {best}, or leave -p out."
         )
-    return str(options.mixed_precision), ""
+    return asked, ""
 
 
 def _settings_of(options: RunOptions, precision: str | None) -> RunSettings:

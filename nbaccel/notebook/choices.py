@@ -188,7 +188,7 @@ def _devices(options: RunOptions, survey: Survey) -> Devices:
 
 def _is_refused(precision: str, devices: Devices) -> bool:
     try:
-        choose_precision(RunOptions(mixed_precision=precision), devices)
+        choose_precision(precision, devices)
     except LaunchRefused:
         return True
     return False
@@ -199,7 +199,7 @@ def next_cell(survey: Survey, config: RunOptions) -> str:
     try:
         devices = devices_of(config, survey)
         refuse_a_crowd(devices.num_processes, survey)
-        precision, reason = choose_precision(config, devices)
+        precision, reason = choose_precision(config.mixed_precision, devices)
     except LaunchRefused as error:
         return f"refused as configured ({error})"
     why = f" ({reason})" if reason else ""

@@ -116,7 +116,7 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
         session.say("\n".join(filter(None, [line, session.background.status, started_as()])))
 
     def doctor() -> None:
-        session.say(_doctor_report(session.survey(), session.configured(), session.cuda.cell_of))
+        session.say(_doctor_report(session.survey(), session.configured().checkpoint_dir, session.cuda.cell_of))
 
     def memory() -> None:
         processes = Processes.now(session.launcher.helpers)
@@ -311,5 +311,5 @@ as it is written; no run yet'
     return f"next cell: {stay or next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
 
 
-def _doctor_report(survey: Survey, config: RunOptions, cell_of: Callable[[str | None], str | None]) -> str:
-    return report(survey, MachineFacts.of_this_process(survey, cell_of, config.checkpoint_dir))
+def _doctor_report(survey: Survey, checkpoint_dir: str | None, cell_of: Callable[[str | None], str | None]) -> str:
+    return report(survey, MachineFacts.of_this_process(survey, cell_of, checkpoint_dir))

@@ -212,7 +212,7 @@ class PersistentSession:
         persistent, plan = self.persistent, self._plan
         assert plan is not None
         _refuse_another_start(asked, plan)
-        persistent_run = PersistentRun(persistent, source.name, self._excluded_ranks(asked))
+        persistent_run = PersistentRun(persistent, source.name, self._excluded_ranks(asked.only))
         if options.pdb in persistent_run.excluded_ranks:
             raise LaunchRefused(f"--pdb {options.pdb}: that rank takes no part in this cell, --only {asked.only} does.")
         if trouble := persistent.trouble:
@@ -259,12 +259,12 @@ class PersistentSession:
             news = f"; {self.persistent.news}" if self.persistent.news else ""
             self._say(f"the ranks live on, with what they have{news}")
 
-    def _excluded_ranks(self, asked: RunOptions) -> list[int]:
+    def _excluded_ranks(self, only: str | None) -> list[int]:
         size = self.persistent.spec.world_size
-        ranks = set(range(size)) if asked.only is None else set(expanded(asked.only))
+        ranks = set(range(size)) if only is None else set(expanded(only))
         if max(ranks) >= size:
             raise LaunchRefused(
-                f"--only {asked.only}: {_number_of_ranks(size)} {'stays' if size == 1 else 'stay'}, "
+                f"--only {only}: {_number_of_ranks(size)} {'stays' if size == 1 else 'stay'}, "
                 f"{'0 alone' if size == 1 else f'0-{size - 1}'}; name some of these."
             )
         return [rank for rank in range(size) if rank not in ranks]

@@ -156,8 +156,8 @@ class Session:
         refuse_contradictions(options)
         refuse_wrong_places(options)
         options, news_of_the_source = without_a_missing_source(options)
-        refuse_without_input(options, self.shell)
-        self._keep_runs(options)
+        refuse_without_input(options.pdb, self.shell)
+        self._keep_runs(options.keep_runs)
         self.background.make_room(for_another=bool(options.bg))
         source = read_cell(self.shell, cell.body)
         self._check_names(options, cell.body)
@@ -281,16 +281,16 @@ class Session:
         Raises:
             UsageError, LaunchRefused: the choices of nbaccel.toml are wrong, or the file of runs cannot be used.
         """
-        self._keep_runs(self.configuration.options)
+        self._keep_runs(self.configuration.options.keep_runs)
         return self.launcher.ended_runs
 
-    def _keep_runs(self, options: RunOptions) -> None:
-        """Keep the runs from now on in the file that `options` name, if any, and read it the first time.
+    def _keep_runs(self, path: str | None) -> None:
+        """Keep the runs from now on in the file `path`, which is read the first time; in none if it is None.
 
         Raises:
-            LaunchRefused: it cannot be read or written.
+            LaunchRefused: It cannot be read or written.
         """
-        ended, path = self.launcher.ended_runs, options.keep_runs
+        ended = self.launcher.ended_runs
         if path is None:
             ended.file = None
         elif notice := feature("keep-runs")(ended, path):

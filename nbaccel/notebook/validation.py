@@ -159,16 +159,20 @@ def _alike(path: Path) -> str:
     return str(there.joinpath(names[0], *rest.parts[1:])) if names else ""
 
 
-def refuse_without_input(options: RunOptions, shell: Any) -> None:
+def refuse_without_input(pdb: int | None, shell: Any) -> None:
     """Refuse a debugger in a front end without input.
+
+    Args:
+        pdb: The rank with a debugger; None for no rank.
+        shell: The notebook's.
 
     Raises:
         LaunchRefused: A debugger was asked for where no input can be typed.
     """
-    if options.pdb is None or _takes_input(shell):
+    if pdb is None or _takes_input(shell):
         return
     raise LaunchRefused(
-        f"--pdb {options.pdb}: a debugger asks for commands, and here nobody can type any (this front end takes no "
+        f"--pdb {pdb}: a debugger asks for commands, and here nobody can type any (this front end takes no "
         "input, as under nbconvert and papermill); leave --pdb out."
     )
 

@@ -330,7 +330,7 @@ class MapRun:
             **view: Where, see `show_run`.
         """
         self._view = view
-        self.shown = show_run(self._launcher, self.spec, self.survey, self.name, **view)
+        self.shown = show_run(self._launcher, self.spec.devices, self.survey, self.name, **view)
         self.shown.history.items = ItemCount(self._job.total, self._job.done())
         if self._job.news:
             self.shown.write("stdout", f"{self._job.out}: {self._job.news}\n")

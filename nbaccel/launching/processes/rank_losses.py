@@ -13,14 +13,12 @@ import os
 
 from nbaccel.base.events import CallTimedOut, Event, ItemsDone
 from nbaccel.launching.ipc.reports import signal_name
-from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.processes.workers import WorkerGroup
 
 __all__ = [
     "MOST_RESTARTS",
     "EndOfRun",
     "RestartRanks",
-    "reaction_to_losses",
     "restart_line",
 ]
 
@@ -101,11 +99,6 @@ class RestartRanks(EndOfRun):
     @property
     def why_not(self) -> str:
         return self._why_not
-
-
-def reaction_to_losses(spec: LaunchSpec, worker_group: WorkerGroup) -> EndOfRun:
-    """Return what follows the deaths of ranks in the run of `spec`."""
-    return RestartRanks(worker_group) if spec.restarts_ranks else EndOfRun()
 
 
 def restart_line(rank: int, exit_code: int) -> str:

@@ -28,7 +28,7 @@ from nbaccel.launching.processes.handle import WorkerHandle
 from nbaccel.launching.processes.hangs import Hang, HangWatch
 from nbaccel.launching.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
 from nbaccel.launching.processes.notebook_queues import NotebookQueues
-from nbaccel.launching.processes.rank_losses import reaction_to_losses, restart_line
+from nbaccel.launching.processes.rank_losses import EndOfRun, RestartRanks, restart_line
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, Wait, driven
 from nbaccel.launching.processes.shutdown import (
@@ -94,7 +94,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._hears_signals = hears_signals
         self._interrupts = Interrupts()
-        self._losses = reaction_to_losses(spec, worker_group)
+        self._losses = RestartRanks(worker_group) if spec.restarts_ranks else EndOfRun()
         self._lost: list[WorkerHandle] = []  # ranks that may be started again
         self._telemetry = Telemetry(worker_group.rings, [self._losses, *listeners], notice)
         self._causes = FirstFailure(worker_group.members, spec.task.debugged)
