@@ -49,6 +49,10 @@ UNGUARDED = {
     "_orig_mod": "torch.compile(module, backend='eager')._orig_mod",
     # tensors, the graph, operators
     "_backward_hooks": "torch.ones(1)._backward_hooks",
+    "_values": "torch.eye(2).to_sparse()._values()",
+    "_post_accumulate_grad_hooks": "torch.ones(1)._post_accumulate_grad_hooks",
+    "_amp_foreach_non_finite_check_and_unscale_": "torch._amp_foreach_non_finite_check_and_unscale_",
+    "_amp_update_scale_": "torch._amp_update_scale_",
     "_base": "torch.ones(2)[:1]._base",
     "_version": "torch.ones(1)._version",
     "_schema": "torch.ops.aten.add.Tensor._schema.name",

@@ -74,6 +74,7 @@ class RunSettings:
         independent: Each rank trains its own model on purpose.
         strict: A loop that prepares nothing is an error. Otherwise it is trained on all ranks as it is.
         batches: What is done with the batches of such a loop: one of `BATCH_CHOICES`, or `WHOLE`.
+        raw_precision: "fp16" or "bf16": somebody chose it, so that a loop that prepares nothing computes in it too.
         split: The number of parts that each batch of a training loop is cut into, after a run that ran out of memory.
         checkpoint_every: The interval at which the training saves itself, "10min" or "500steps".
         checkpoint_dir: The folder of these checkpoints.
@@ -103,6 +104,7 @@ class RunSettings:
     independent: bool | None = None
     strict: bool | None = None
     batches: str | None = None
+    raw_precision: str | None = None
     split: int | None = None
     checkpoint_every: str | None = None
     checkpoint_dir: str | None = None
@@ -133,6 +135,11 @@ class RunSettings:
         if steps is not None and steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}")
 
+    @property
+    def changes_loops(self) -> bool:
+        """Return whether a flag changes loops that prepare nothing."""
+        return self.raw_precision is not None
+
     def over(self, weaker: RunSettings) -> RunSettings:
         """Return these choices, completed by those of `weaker`.
 
@@ -158,6 +165,7 @@ class RunSettings:
             "NBACCEL_BATCHES": self.batches,
             "NBACCEL_SEED": self.seed,
             "NBACCEL_SEEDS_ALIKE": None if self.seeds_alike is None else str(int(self.seeds_alike)),
+            "NBACCEL_RAW_PRECISION": self.raw_precision,
             "NBACCEL_SPLIT": self.split,
             "NBACCEL_STRATEGY": self.strategy,
             "NBACCEL_CHECKPOINT_EVERY": self.checkpoint_every,
@@ -200,6 +208,7 @@ class RunSettings:
             independent=flag("NBACCEL_INDEPENDENT"),
             strict=flag("NBACCEL_STRICT"),
             batches=env.get("NBACCEL_BATCHES") or None,
+            raw_precision=env.get("NBACCEL_RAW_PRECISION") or None,
             split=number("NBACCEL_SPLIT"),
             # Accelerate's own launcher, and transformers, name this strategy by a variable of its own.
             strategy=env.get("NBACCEL_STRATEGY") or (FSDP if flag("ACCELERATE_USE_FSDP") else None),

@@ -36,9 +36,10 @@ class RunFacts:
     """Facts that are settled before the run begins.
 
     title: the name of what runs, "Cell In[5]".  setting: in words, "2 x Tesla T4, seed 3".
-    of_prepared: settings that only what is prepared has, in words: "fp16, accumulate 4".
+    of_prepared: settings of a prepared loop, in words: "fp16, accumulate 4".
     devices: by rank, "GPU 0"; empty for ranks on the host.
     plots: the curves to draw, "loss"; empty for the loss, or the first curve if there is none.
+    of_unmodified: settings of an unmodified loop, in words.
     """
 
     title: str = "run"
@@ -46,6 +47,7 @@ class RunFacts:
     devices: tuple[str, ...] = ()
     plots: tuple[str, ...] = ()
     of_prepared: str = ""
+    of_unmodified: str = ""
 
     def setting_of(self, history: History) -> str:
         """Return the setting as far as it is in force, and how the program trains, as far as that is known.
@@ -63,7 +65,8 @@ class RunFacts:
         words = [self.setting]
         if mode is not None:
             words.append(_mode_words(mode, history.world_size))
-            words.append(self.of_prepared if mode.kind == LoopKind.PREPARED else "")
+            settings: dict[str, str] = {LoopKind.PREPARED: self.of_prepared, LoopKind.UNMODIFIED: self.of_unmodified}
+            words.append(settings.get(mode.kind, ""))
         return ", ".join(filter(None, words))
 
     def device(self, rank: int) -> str:

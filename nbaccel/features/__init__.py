@@ -32,6 +32,8 @@ _TABLE = {  # "module:object", below this package
     "%accelerate runs": "runs.runs:show_runs",
     # tasks of ranks
     "a cell that saves itself": "cell_checkpoints.saving_task:SavingCellTask",
+    # setups of ranks
+    "loops of a launched function": "launched_loops.rank_setup:change_loops",
     # choices
     "keep-runs": "runs.runs:keep_runs",
     # methods of the Accelerator

@@ -19,7 +19,7 @@ from typing import Any
 
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import without_our_frames
-from nbaccel.base.settings import STOP, RunSettings
+from nbaccel.base.settings import STOP
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import ResultsMissing, RunStopped
@@ -30,7 +30,7 @@ from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inlin
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, kernel_freed
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
-from nbaccel.launching.plan import LaunchPlan, devices_of
+from nbaccel.launching.plan import LaunchPlan, devices_of, settings_of
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
@@ -376,7 +376,7 @@ def launch_as_accelerate(
         survey = Survey.take()
         chosen = devices_of(RunOptions(num_processes), survey)
         if chosen.num_processes == 1:
-            spec, news = _in_place(function, args, RunSettings(precision, strategy=strategy), chosen)
+            spec, news = _in_place(function, args, precision, strategy, chosen)
             return _launch_inline(spec, survey, news=news).value
     for restart in range(1, max_restarts + 1):
         run = launch(function, num_processes, args, mixed_precision=precision, strategy=strategy, oom=oom, check=False)
@@ -398,7 +398,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _in_place(
-    function: Callable[..., Any], args: tuple[Any, ...], settings: RunSettings, devices: Devices
+    function: Callable[..., Any], args: tuple[Any, ...], precision: str, strategy: str | None, devices: Devices
 ) -> tuple[LaunchSpec, str]:
     """Return the call of the function as Accelerate makes it if one process is enough, and the line that says so."""
     start = Start("inline", "one process of notebook_launcher is this one, as in Accelerate")
@@ -408,6 +408,6 @@ def _in_place(
         f"launch({name if name.isidentifier() else 'function'}, num_processes=1) has them"
     )
     task = FunctionTask(function, args)
-    options = RunOptions(mixed_precision=settings.mixed_precision, strategy=settings.strategy)
+    options = RunOptions(mixed_precision=precision, strategy=strategy)
     task.flags = given_flags(options, options, words=_ARGUMENTS)
-    return LaunchSpec(task, devices.started_by(start), start, settings), news
+    return LaunchSpec(task, devices.started_by(start), start, settings_of(options, precision)), news

@@ -34,7 +34,7 @@ from nbaccel.errors import RunStopped
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.ipc.reports import StackSnapshot
 from nbaccel.launching.ipc.ring import RingWriter
-from nbaccel.launching.ipc.spec import LaunchSpec, Task, load_named
+from nbaccel.launching.ipc.spec import LaunchSpec, Task, TaskWatch, set_up
 from nbaccel.launching.ipc.telemetry import Rings, Telemetry
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.libraries import foreign_trainers_report
@@ -65,10 +65,24 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
     """
     stop, flags = InlineStop(_say), FlagWatch()
     with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop, flags):
-        if spec.setup is not None:
-            load_named(spec.setup)(spec.task.namespace)
-        with foreign_trainers_report(lambda: stop.has_acted), stop.acts(), flags.watching(spec.task):
+        watch = set_up(spec.setup, spec.task)
+        reports = foreign_trainers_report(lambda: stop.has_acted)
+        with reports, stop.acts(), flags.watching(spec.task), _loops_changed(spec, watch):
             spec.task.run()
+
+
+@contextmanager
+def _loops_changed(spec: LaunchSpec, watch: TaskWatch | None) -> Iterator[None]:
+    """Let `watch` change loops in the block as flags ask, if one does. No other loop is watched here."""
+    if watch is None or not spec.settings.changes_loops:
+        yield
+        return
+    watch.begin(spec.task.namespace)
+    try:
+        yield
+        watch.end()
+    finally:
+        watch.stop()
 
 
 @contextmanager

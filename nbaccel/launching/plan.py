@@ -33,6 +33,7 @@ __all__ = [
     "devices_of",
     "draws_as_here",
     "refuse_a_crowd",
+    "settings_of",
 ]
 
 _WORTH_SAYING_BYTES = 1_000_000_000
@@ -116,7 +117,7 @@ class LaunchPlan:
             options=options,
             devices=devices,
             start=start,
-            settings=_settings_of(options, options.mixed_precision).over(RunSettings(cpu=cpu)),
+            settings=settings_of(options, options.mixed_precision).over(RunSettings(cpu=cpu)),
             threads=threads_per_rank(survey.cpu_count, devices.num_processes, here.threads),
             bytes_to_copy=shared + of_each,
             bytes_of_each=of_each,
@@ -154,7 +155,8 @@ class LaunchPlan:
             )
         precision, reason = choose_precision(options.mixed_precision, plan.devices)
         automatic = _automatic(draws_seed=not draws_as_here(options, task), is_raw=_is_raw(options, task))
-        settings = replace(plan.settings, mixed_precision=precision).over(automatic)
+        raw = _raw_precision(options, precision)
+        settings = replace(plan.settings, mixed_precision=precision, raw_precision=raw).over(automatic)
         return replace(plan, options=options, settings=settings, precision_reason=reason, own=own or RunOptions())
 
     def spec(self, task: Task, setup: str | None, wants_results: bool = False) -> LaunchSpec:
@@ -190,7 +192,9 @@ class LaunchPlan:
             "memory is held until %accelerate stop" if self.stays else "",
         ]
         plots = self.options.plot or ()
-        return RunFacts(title, ", ".join(filter(None, parts)), self.devices.names(), plots, self._of_prepared())
+        of_prepared = ", ".join(filter(None, [self._of_each_loop, self._of_prepared()]))
+        setting = ", ".join(filter(None, parts))
+        return RunFacts(title, setting, self.devices.names(), plots, of_prepared, self._of_each_loop)
 
     def __str__(self) -> str:
         """Return the text printed before the run: one short line, and a line for each unusual fact."""
@@ -203,14 +207,21 @@ class LaunchPlan:
         """
         seed = self.settings.seed
         rest = f", {self.start.method}, {'seed of the notebook' if seed is None else f'seed {seed}'}"
+        if self._of_each_loop:
+            rest += f"; {self._of_each_loop}"
         # A program that seems to prepare nothing is told nothing of a precision that nobody chose.
         if prepared := self._of_prepared(with_precision=not (self.settings.seeds_alike and self.precision_reason)):
             rest += f"; prepared: {prepared}"
         return self.devices.in_short(_FIRST_LINE - len(rest)) + rest
 
+    @property
+    def _of_each_loop(self) -> str:
+        """Return the settings that an unmodified loop has as well as a prepared one, in words."""
+        return self.settings.raw_precision or ""
+
     def _of_prepared(self, with_precision: bool = True) -> str:
         """Return the settings that only what is prepared has, in words; empty for those of every loop."""
-        precision = self.settings.mixed_precision or "no"
+        precision = (self.settings.raw_precision is None and self.settings.mixed_precision) or "no"
         accumulate = self.settings.gradient_accumulation_steps or 1
         parts = [
             precision if with_precision and precision != "no" else "",
@@ -243,7 +254,7 @@ class LaunchPlan:
                 f"{self.devices}{self._whose_cards}",
                 f"{self.start.method} ({self.start.reason})",
                 self._random_numbers,
-                f"what is prepared: precision {self.settings.mixed_precision}{why}",
+                f"{'' if self._of_each_loop else 'what is prepared: '}precision {self.settings.mixed_precision}{why}",
                 f"accumulate {self.settings.gradient_accumulation_steps}",
                 *([f"strategy {self._strategy}"] if self._strategy else []),
             ]
@@ -308,7 +319,7 @@ class ScriptPlan:
         devices = replace(devices, gpus=devices.gpus[: devices.num_processes])  # all ranks see the same ones there
         precision = None if options.mixed_precision is None else choose_precision(options.mixed_precision, devices)[0]
         threads = threads or threads_per_rank(survey.cpu_count, devices.num_processes)
-        return cls(devices, _settings_of(options, precision), threads)
+        return cls(devices, settings_of(options, precision), threads)
 
 
 def devices_of(options: RunOptions, survey: Survey) -> Devices:
@@ -358,10 +369,11 @@ def choose_precision(asked: str | None, devices: Devices) -> tuple[str, str]:
     return asked, ""
 
 
-def _settings_of(options: RunOptions, precision: str | None) -> RunSettings:
+def settings_of(options: RunOptions, precision: str | None) -> RunSettings:
     """Return the settings that `options` choose for every rank.  precision: that of the devices; None: not chosen."""
     return RunSettings(
         mixed_precision=precision,
+        raw_precision=_raw_precision(options, precision),
         gradient_accumulation_steps=options.accumulate,
         seed=options.seed,
         cpu=options.cpu,
@@ -375,6 +387,14 @@ def _settings_of(options: RunOptions, precision: str | None) -> RunSettings:
         resume=options.resume,
         strategy=options.strategy,
     )
+
+
+def _raw_precision(options: RunOptions, precision: str | None) -> str | None:
+    """Return the precision that a loop which prepares nothing computes in; None for that in which it is written.
+
+    precision: what "auto" means here. What nobody chose holds for what is prepared alone.
+    """
+    return None if options.mixed_precision is None or precision == "no" else precision
 
 
 def draws_as_here(options: RunOptions, task: Task) -> bool:

@@ -99,7 +99,6 @@ def _by_whom(
     trainer: str,
     lightning: str,
     fabric: str,
-    unmodified: str = _PREPARE,
     accelerate: str = _OURS,
     ddp: str = _BARE,
 ) -> dict[LoopKind, FlagEffect]:
@@ -108,7 +107,7 @@ def _by_whom(
     prepared: its effect there.  why: why it has none elsewhere.  The others: what to do instead.
     """
     row = {
-        LoopKind.UNMODIFIED: _lacks(f"the loop prepares nothing, and {why}", unmodified),
+        LoopKind.UNMODIFIED: _lacks(f"the loop prepares nothing, and {why}", _PREPARE),
         LoopKind.PREPARED: _works(prepared),
     }
     others = {
@@ -143,8 +142,8 @@ _EFFECTS: Mapping[str, Mapping[LoopKind, FlagEffect]] = {
             "TrainingArguments(bf16=True)",
             'Trainer(precision="bf16-mixed")',
             'Fabric(precision="bf16-mixed")',
-            unmodified=f"torch.autocast in the loop, or {_PREPARE}",
         ),
+        LoopKind.UNMODIFIED: _works("its models compute in it, with loss scaling for fp16"),
         LoopKind.TRAINER: _works(
             "the default of TrainingArguments that are made in the cell; bf16=True or fp16=True win",
             "TrainingArguments(bf16=True), made in this cell",

@@ -19,8 +19,9 @@ from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.oom.retry.outside_retry import renew
 from nbaccel.train.prepare import unaveraged  # noqa: F401  # as below
 from nbaccel.train.raw_loop.accumulated_batches import AccumulatedBatches
-from nbaccel.train.raw_loop.hooks import LoopChange
+from nbaccel.train.raw_loop.hooks import ChangedLoop, LoopChange
 from nbaccel.train.raw_loop.loop import RawLoopTraining
+from nbaccel.train.raw_loop.loop_precision import precision_of_loop
 from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 from nbaccel.train.strategies import (
@@ -39,7 +40,7 @@ def load_for_ranks(settings: RunSettings, world_size: int) -> None:
 
 def setup_rank(
     namespace: dict[str, Any] | None, binds_accelerator: bool = True
-) -> RawLoopTraining | SingleRankWatch | None:
+) -> RawLoopTraining | SingleRankWatch | ChangedLoop | None:
     """Seed this rank's generators, and give a cell its `accelerator`, process group included. Collective then.
 
     Return the object that trains loops that prepare nothing, or watches them where there is one rank; None where they
@@ -59,13 +60,19 @@ def setup_rank(
         namespace["accelerator"] = Accelerator()
     if world.is_distributed:
         on_renewal(renew)
-    if settings.independent or settings.strict:
-        return None
     changes = loop_changes(settings)
+    if settings.independent or settings.strict:
+        return ChangedLoop(changes, world) if changes and settings.independent else None
     return RawLoopTraining(world, settings, changes) if world.is_distributed else SingleRankWatch(changes)
 
 
 def loop_changes(settings: RunSettings) -> tuple[LoopChange, ...]:
     """Return what flags change of a loop that prepares nothing, the outermost change first."""
+    changes: list[LoopChange] = []
     count = settings.gradient_accumulation_steps or 1
-    return (AccumulatedBatches(count),) if count > 1 else ()
+    accumulated = AccumulatedBatches(count)
+    if count > 1:
+        changes.append(accumulated)
+    if settings.raw_precision is not None:
+        changes.append(precision_of_loop(settings.raw_precision, accumulated.holds))
+    return tuple(changes)

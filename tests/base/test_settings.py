@@ -11,7 +11,7 @@ from nbaccel.base.settings import RunSettings
     "settings",
     [
         RunSettings(),
-        RunSettings(strict=True, batches="each"),
+        RunSettings(strict=True, batches="each", raw_precision="fp16"),
         RunSettings(strict=False, independent=True, batches="split"),
         RunSettings(strategy="fsdp"),
         RunSettings(strategy="of.another_package", mixed_precision="fp16"),

@@ -15,7 +15,7 @@ from nbaccel.options.run_options import RunOptions
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
 
 WITHOUT: dict[str, set[str]] = {
-    "mixed_precision": {"UNMODIFIED", "LIGHTNING", "FABRIC", "DDP", "NOTHING"},
+    "mixed_precision": {"LIGHTNING", "FABRIC", "DDP", "NOTHING"},
     "accumulate": {"UNMODIFIED", "TRAINER", "LIGHTNING", "FABRIC", "DDP", "NOTHING"},
     "strategy": {*LoopKind.__members__} - {"PREPARED"},
     "batches": {*LoopKind.__members__} - {"UNMODIFIED"},

@@ -134,7 +134,7 @@ class FullCheck:
     # --- gradients
 
     def _gradients(self) -> ReportLine:
-        plan = replace(self._plan, settings=replace(self._plan.settings, mixed_precision="no"))
+        plan = replace(self._plan, settings=replace(self._plan.settings, mixed_precision="no", raw_precision=None))
         ranks = plan.devices.num_processes
         found, several = self._attempt(plan, 1, None)
         if why := _why_no_step(found, "in fp32"):

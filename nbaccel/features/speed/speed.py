@@ -269,7 +269,8 @@ class SpeedSearch:
             )
             spec = replace(place.spec(self._plan, task, cell, self._setup), oom=STOP, timeout_s=limit_s)
             if change.precision:
-                spec = replace(spec, settings=replace(spec.settings, mixed_precision=change.precision))
+                settings = replace(spec.settings, mixed_precision=change.precision, raw_precision=change.precision)
+                spec = replace(spec, settings=settings)
             began = time.monotonic()
             run, ended = self._launcher.run(spec, unseen(self._plan, cell.source.name))
             try:

@@ -321,7 +321,15 @@ def as_key(source: str, config: Mapping[str, Any], seed: int | None, settings: R
         return ""
     chosen = {
         name: getattr(settings, name)
-        for name in ("mixed_precision", "gradient_accumulation_steps", "cpu", "strategy", "independent", "batches")
+        for name in (
+            "mixed_precision",
+            "raw_precision",
+            "gradient_accumulation_steps",
+            "cpu",
+            "strategy",
+            "independent",
+            "batches",
+        )
     }
     text = json.dumps([_FORMAT, source, values, seed, chosen, world_size], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -13,6 +13,7 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -20,7 +21,8 @@ from nbaccel.base.hardware import Gpu
 from nbaccel.base.quantities import number_spans, plural
 from nbaccel.base.settings import OOM_CHOICES, STOP, RunSettings
 from nbaccel.base.world import World
-from nbaccel.errors import LaunchRefused
+from nbaccel.errors import FeatureMissing, LaunchRefused
+from nbaccel.features import feature
 from nbaccel.launching.ipc.kernel_state import cell_sources
 from nbaccel.namespace.kind import Change
 from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
@@ -41,7 +43,24 @@ __all__ = [
     "WorkerBoot",
     "by_reference_of",
     "load_named",
+    "set_up",
 ]
+
+
+def set_up(setup: str | None, task: Task) -> TaskWatch | None:
+    """Set up this rank for its task and later ones; return what watches them, if something does.
+
+    Where the launch names no setup, and a flag changes loops, they are changed.
+    """
+    if setup is not None:
+        found: TaskWatch | None = load_named(setup)(task.namespace)
+        return found
+    if not RunSettings.from_env().changes_loops:
+        return None
+    with suppress(FeatureMissing):  # then the flag holds for what is prepared
+        changing: TaskWatch = feature("loops of a launched function")(task.namespace)
+        return changing
+    return None
 
 
 def load_named(reference: str) -> Any:

@@ -35,6 +35,9 @@ _KINDS = (
 """Beginnings of a module's name, and what it means that its functions are being called. The first one counts, since
 others are below it."""
 
+_AROUND_STEPS = ("torch.", "nbaccel.train.raw_loop.")
+"""Modules whose functions stand around a step that the program itself takes."""
+
 _LAUNCH = "nbaccel.launching."
 _SHARD = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})
 """Classes of wrappers that shard, and step what looks like plain parameters."""
@@ -186,7 +189,7 @@ def _kind_of(modules: Iterator[str], wrappers: Collection[str]) -> LoopKind | No
     for beginning, kind in _KINDS:
         if any(module == beginning or module.startswith(f"{beginning}.") for module in called):
             return kind
-    caller = next((module for module in called if module.partition(".")[0] != "torch"), "")
+    caller = next((module for module in called if not module.startswith(_AROUND_STEPS)), "")
     if caller.startswith("nbaccel."):  # a prepared optimizer steps the program's
         return LoopKind.PREPARED
     return LoopKind.DDP if wrappers else None

@@ -30,7 +30,7 @@ from nbaccel.launching.ipc.control import StepGate
 from nbaccel.launching.ipc.peer_watch import PeerWatch
 from nbaccel.launching.ipc.rank_part import RankTask
 from nbaccel.launching.ipc.ring import RingWriter
-from nbaccel.launching.ipc.spec import SharedNamespace, Task, TaskWatch, WorkerBoot, load_named
+from nbaccel.launching.ipc.spec import SharedNamespace, Task, TaskWatch, WorkerBoot, load_named, set_up
 from nbaccel.launching.rank.connections import explain
 from nbaccel.launching.rank.debugger import debugging
 from nbaccel.launching.rank.inherited import LostThreads, put_aside
@@ -182,8 +182,8 @@ class Rank:
         task: Task | None = None
         try:
             task = make_task()
-            if setup is not None:
-                self._task_watch = load_named(setup)(task.namespace)
+            if self._task_watch is None:
+                self._task_watch = set_up(setup, task)
             with debugging(task.debugged, self.rank, self._streams.ask, self._streams.tell) as debugger:
                 try:
                     self._run(task)

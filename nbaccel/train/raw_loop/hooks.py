@@ -11,7 +11,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +19,26 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbaccel.base.world import World
 from nbaccel.train.raw_loop.loader_pass import Place
 from nbaccel.train.raw_loop.trained_tensors import surrounding_optimizers
+from nbaccel.train.step.raw_loop_hooks import forget, when_stepping_back
 
-__all__ = ["Hooks", "LoopChange", "TrainedOptimizers", "WatchedLoop", "parameters_of"]
+__all__ = [
+    "ChangedLoop",
+    "Hooks",
+    "LoopChange",
+    "TrainedOptimizers",
+    "WatchedLoop",
+    "parameters_of",
+    "runs_in_trainer",
+]
+
+_TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+"""Modules whose loops report their own progress, and compute in a precision of their own."""
+
+_DEPTH = 12
+"""Frames between a trainer's step and a forward or backward, and some more."""
 
 
 class WatchedLoop(Protocol):
@@ -79,6 +94,71 @@ class LoopChange:
         """Note an optimizer that is new, or was given more parameters."""
 
 
+class ChangedLoop:
+    """Changes the loops of a rank as flags ask, where nothing else watches them; a launcher calls it around each task.
+
+    It keeps nothing equal in other ranks.
+    """
+
+    fails_on_parts = is_at_work = False
+
+    def __init__(self, changes: Sequence[LoopChange], world: World) -> None:
+        self._world = world
+        self._said: set[str] = set()
+        self._hooks = Hooks(lambda real, *args, **kwargs: real(*args, **kwargs), _pass, _pass, changes)
+        for change in changes:
+            change.attach(self)
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """Begin a task."""
+        self._said.clear()
+        self._hooks.install()
+        when_stepping_back(self.stop)
+
+    def end(self) -> None:
+        """End a task that finished."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End a task that ended in another way, or that prepares by itself."""
+        forget(self.stop)
+        self._hooks.remove()
+
+    def keeps(self, tensors: Sequence[Any]) -> bool:
+        return False
+
+    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
+        return False
+
+    def note_wrapper(self) -> None:
+        """Leave the loop as it is: what the program wraps for several ranks is trained in its own way."""
+        self.stop()
+
+    def explain(self) -> str:
+        return ""
+
+    # -- for changes, see `WatchedLoop`
+
+    def say(self, text: str) -> None:
+        if text not in self._said and self._world.is_main_process:
+            self._said.add(text)
+            sys.stdout.write(f"nbaccel: {text}\n")
+            sys.stdout.flush()
+
+    def place(self) -> Place | None:
+        return None
+
+    def is_partial(self) -> bool:
+        return False
+
+    def note_call(self, optimizer: Optimizer) -> None:
+        """Do nothing: nothing counts steps here."""
+
+
+def _pass(*_: Any) -> None:
+    """Do nothing around a step."""
+
+
 class Hooks:
     """Reports backwards and optimizers' steps, from `install` to `remove`.
 
@@ -87,6 +167,7 @@ class Hooks:
         before_step, after_step: Called around each step of an optimizer, as torch calls its hooks.
         changes: Changes of the loop, the outermost first.
         on_given: Called with the parameters that an optimizer is given.
+        is_alike: Returns whether a tensor's gradient is the same in all ranks.
     """
 
     def __init__(
@@ -96,12 +177,14 @@ class Hooks:
         after_step: Callable[..., None],
         changes: Sequence[LoopChange] = (),
         on_given: Callable[[list[Tensor]], None] | None = None,
+        is_alike: Callable[[Tensor], bool] = lambda tensor: True,
     ) -> None:
         self._run = run
         self._before_step = before_step
         self._after_step = after_step
         self._changes = tuple(changes)
         self._on_given = on_given
+        self._is_alike = is_alike
         self._handles: list[Any] = []
         self._real: Callable[..., Any] | None = None
         self._real_compile: Callable[..., Any] | None = None
@@ -111,7 +194,7 @@ class Hooks:
     def install(self) -> None:
         """Begin to report."""
         if self._changes:
-            self._optimizers = TrainedOptimizers(self._changes)
+            self._optimizers = TrainedOptimizers(self._changes, self._is_alike)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -188,9 +271,13 @@ class TrainedOptimizers:
 
     An optimizer that the task makes is known at once. `search` finds those of cells above, where the program can reach
     them; any other is known from its first step on.
+
+    Args:
+        is_alike: Returns whether a tensor's gradient is the same in all ranks.
     """
 
-    def __init__(self, changes: Sequence[LoopChange]) -> None:
+    def __init__(self, changes: Sequence[LoopChange], is_alike: Callable[[Tensor], bool]) -> None:
+        self.is_alike = is_alike
         self._changes = changes
         self._gates: dict[int, _StepGate] = {}
         self._holders: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Optimizer]]]] | None = None
@@ -269,8 +356,7 @@ class TrainedOptimizers:
 class _StepGate:
     """Puts a function around the step of one optimizer, and keeps neither it nor its parameters alive.
 
-    It is a bound method of the instance: schedulers put theirs around ``step.__func__``, and an optimizer's pickle has
-    neither.
+    It stands in the instance: an optimizer's pickle leaves it out, and so do copies.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -287,17 +373,33 @@ class _StepGate:
 
         if function is not None:
             del method  # it would keep the optimizer alive
-        self._gate = gate
-        optimizer.step = MethodType(gate, optimizer)  # type: ignore[method-assign]
+        self._step = _WeaklyBound(gate, self.optimizer)
+        optimizer.step = self._step  # type: ignore[method-assign]
 
     def leave(self) -> None:
         optimizer = self.optimizer()
-        if optimizer is None or getattr(vars(optimizer).get("step"), "__func__", None) is not self._gate:
+        if optimizer is None or vars(optimizer).get("step") is not self._step:
             return  # a scheduler has put its own around it, which counts steps
         if self._before is None:
             del optimizer.step
         else:
             optimizer.step = self._before  # type: ignore[method-assign]
+
+
+class _WeaklyBound:
+    """A method of an object that holds it, without a circle. Schedulers put theirs around its ``__func__``."""
+
+    def __init__(self, function: Callable[..., Any], owner: weakref.ref[Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.__func__ = function
+        self._owner = owner
+
+    @property
+    def __self__(self) -> Any:
+        return self._owner()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._owner(), *args, **kwargs)
 
 
 class _GivenHook:
@@ -324,6 +426,16 @@ class _GivenHook:
 
     def remove(self) -> None:
         Optimizer.add_param_group = self._real  # type: ignore[method-assign]
+
+
+def runs_in_trainer() -> bool:
+    """Return whether a library's trainer makes the present call."""
+    frame, depth = sys._getframe(2), 0
+    while frame is not None and depth < _DEPTH:
+        if str(frame.f_globals.get("__name__", "")).startswith(_TRAINERS):
+            return True
+        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+    return False
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -111,6 +111,7 @@ class RawLoopTraining:
             self._after_step,
             changes,
             on_given=lambda given: self._averaging.models.note_given(given, self._passes.batches),
+            is_alike=lambda tensor: self._averaging.models.number(tensor) is not None,
         )
         self._changes = changes
         for change in changes:

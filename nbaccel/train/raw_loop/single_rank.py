@@ -21,7 +21,7 @@ from nbaccel.base.events import LoopEntered, LoopKind, Loss, TrainingMode, emit
 from nbaccel.train.checkpoint.serialization import unpack
 from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
-from nbaccel.train.raw_loop.hooks import Hooks, LoopChange
+from nbaccel.train.raw_loop.hooks import Hooks, LoopChange, runs_in_trainer
 from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassGauges, Place, key_of
 from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
 from nbaccel.train.step.raw_loop_hooks import (
@@ -33,12 +33,6 @@ from nbaccel.train.step.raw_loop_hooks import (
 )
 
 __all__ = ["SingleRankWatch"]
-
-_TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-"""Modules whose loops report their own progress."""
-
-_DEPTH = 12
-"""Frames between a trainer's step and its backward, and some more."""
 
 _OF_A_TRAINER = "a trainer has a loop of its own (give it a smaller batch size, and more gradient accumulation)"
 _LEFT_WHOLE = (
@@ -201,12 +195,7 @@ class SingleRankWatch:
         """Return whether a library's trainer runs this backward. Called at the first one of a pass."""
         if self._backwards and (self._now is None or self._now.gauge.has_trained):
             return False
-        frame, depth = sys._getframe(2), 0
-        while frame is not None and depth < _DEPTH:
-            if str(frame.f_globals.get("__name__", "")).startswith(_TRAINERS):
-                return True
-            frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
-        return False
+        return runs_in_trainer()
 
     def _meet_optimizers(self) -> None:
         """Find the optimizers where a second backward comes before the first step: then batches are accumulated."""

@@ -29,16 +29,18 @@ from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.raw_loop.gradient_weights import as_floats
 
 __all__ = [
+    "KEEP_TOGETHER",
     "WITHOUT_A_SEED",
     "Item",
     "Model",
     "Models",
+    "is_hook_of_ours",
     "sums_of",
     "surrounding_optimizers",
     "surrounding_parameters",
 ]
 
-_KEEP_TOGETHER = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"})
+KEEP_TOGETHER = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"})
 """Classes of models that average gradients themselves."""
 
 _MOST_PARTS = 1000
@@ -310,7 +312,7 @@ class Models:
             return True
         ids = {id(leaf) for leaf in leaves}
         return any(
-            not _KEEP_TOGETHER.isdisjoint(kind.__name__ for kind in type(module).__mro__)
+            not KEEP_TOGETHER.isdisjoint(kind.__name__ for kind in type(module).__mro__)
             and any(id(parameter) in ids for parameter in module.parameters())
             for module in self._surroundings().modules
         )
@@ -385,7 +387,7 @@ class Models:
     def _hook(self, number: int, tensor: Tensor) -> None:
         if tensor.requires_grad:  # otherwise it is frozen, and hooked when a backward reaches it
             self.items[number].is_hooked = True
-            self._handles.append(tensor.register_post_accumulate_grad_hook(functools.partial(self._on_leaf, number)))
+            self._handles.append(tensor.register_post_accumulate_grad_hook(_LeafHook(self._on_leaf, number)))
 
     def trained_by_optimizers(self) -> list[Tensor]:
         """Return tensors of optimizers that are not known yet: a backward inside of a backward may reach them."""
@@ -423,6 +425,15 @@ def _is_freed(leaf: Tensor) -> bool:
     """
     is_plain = leaf.layout is torch.strided and leaf.device.type != "meta"
     return is_plain and bool(leaf.numel()) and not leaf.untyped_storage().nbytes()
+
+
+class _LeafHook(functools.partial[None]):
+    """A hook on a leaf, which reports it by its number."""
+
+
+def is_hook_of_ours(hook: Any) -> bool:
+    """Return whether a hook on a leaf's gradient reports it, and changes nothing."""
+    return type(hook) is _LeafHook
 
 
 class _Family:

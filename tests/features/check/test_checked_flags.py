@@ -34,7 +34,8 @@ def test_a_check_reports_flags_without_an_effect_and_those_that_are_refused(
     assert (
         "red: the run would end before its first step: --checkpoint-every 1steps has no effect above an unmodified loop"
     ) in cell.stdout
-    cell = notebook.run(f"%%accelerate -n 2 --check -p bf16\n{LOOP}")
-    assert "yellow: -p bf16 has no effect above an unmodified loop: the loop prepares nothing" in cell.stdout
+    cell = notebook.run(f"%%accelerate -n 2 --check -p bf16 --strategy fsdp\n{LOOP}")
+    assert "yellow: --strategy fsdp has no effect above an unmodified loop: the loop prepares nothing" in cell.stdout
+    assert "-p bf16 has no effect" not in cell.stdout
     prepares = f"model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n{LOOP}"
     assert "no effect" not in notebook.run(f"%%accelerate -n 2 --check -p bf16\n{prepares}").stdout

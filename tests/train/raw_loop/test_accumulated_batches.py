@@ -487,11 +487,12 @@ def test_a_window_that_nothing_goes_on_with_is_not_waited_for() -> None:
     found = list[bool]()
 
     def program() -> None:
-        train(Steps(), list(loader())[:2])  # and never again
-        second = Steps()
+        first, second = Steps(), Steps()
+        train(first, list(loader())[:2])  # and never again
         for _ in range(4):
             train(second, loader())
             found.append(window_is_open())
+        assert first
 
     by_flag(4, program)
     assert found == [True, True, False, False]
@@ -546,13 +547,14 @@ def test_a_step_takes_the_mean_and_calls_no_hook_of_the_optimizer_before() -> No
 def test_another_attempt_begins_without_the_batches_of_the_one_before() -> None:
     accumulation = loop_changes(RunSettings(gradient_accumulation_steps=4))[0]
     watch = SingleRankWatch([accumulation])
+    first, second = Steps(), Steps()
     watch.begin({})
     try:
-        train(Steps(), list(loader())[:2])
+        train(first, list(loader())[:2])
         assert window_is_open()
         watch._begin_anew()
         assert not window_is_open()
-        train(Steps(), list(loader())[:3])
+        train(second, list(loader())[:3])
         assert window_is_open()
     finally:
         watch.stop()

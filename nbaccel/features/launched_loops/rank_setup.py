@@ -1,0 +1,17 @@
+"""Setup of a rank whose launch names none: loops that prepare nothing are changed as flags ask. Runs in ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbaccel.base.settings import RunSettings
+from nbaccel.train.distributed.partial_state import current_world
+from nbaccel.train.raw_loop.hooks import ChangedLoop
+from nbaccel.train.setup import loop_changes
+
+__all__ = ["change_loops"]
+
+
+def change_loops(namespace: dict[str, Any] | None) -> ChangedLoop:
+    """Return what changes the loops of each task of this rank. Nothing is trained on all ranks by it."""
+    return ChangedLoop(loop_changes(RunSettings.from_env()), current_world())
