@@ -72,7 +72,7 @@ class Continuation:
         self._restored: Restored | None = None
         self.position: Mapping[str, Any] = place.position
         self.unsaved: Collection[str] = self._stored.unsaved
-        self.made: Collection[str] = ()
+        self.made: Collection[str] = self._stored.made
 
     def at_head(self, roots: dict[str, Any]) -> Mapping[str, Any]:
         """Write the difference into the objects that are there; return the names to bind."""
@@ -87,12 +87,12 @@ class Continuation:
 
     def fill(self, roots: dict[str, Any]) -> Mapping[str, Any]:
         """Fill objects that their own statements have made again; return further names to bind."""
-        return {}
+        return {} if self._restored is None else self._restored.fill(roots)
 
     def write_again(self, roots: dict[str, Any]) -> None:
         """Write all contents once more: what was evaluated on the way may have changed them."""
         assert self._restored is not None
-        self._restored.write_again()
+        self._restored.write_again(roots)
 
     def arrived(self) -> None:
         """Continue with this rank's random numbers, and with the count of steps."""

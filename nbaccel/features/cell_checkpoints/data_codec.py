@@ -22,6 +22,7 @@ import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -29,14 +30,14 @@ from torch import Tensor
 
 from nbaccel.base.quantities import with_article
 from nbaccel.errors import CannotResume
-from nbaccel.features.cell_checkpoints.head_state import CODE, SCALARS, HeadState, is_refused_name, text_of
+from nbaccel.features.cell_checkpoints.head_state import CODE, SCALARS, HeadState, Seen, is_refused_name, text_of
 from nbaccel.namespace.arrays import TensorChange, Values, has_plain_memory, is_as_it_lies
 from nbaccel.namespace.kind import Entries
 from nbaccel.namespace.kinds import attributes_of, slots_of
 from nbaccel.namespace.state_in_c import keeps_state_in_c
 from nbaccel.train.checkpoint.serialization import CannotPack, ToHost, knows_dtypes_of, pack, unpack
 
-__all__ = ["Decoder", "Encoder", "NoData", "refuse_state"]
+__all__ = ["Decoder", "Encoder", "NoData", "NotMade", "refuse_state"]
 
 _JSON_INT = 1 << 63
 
@@ -81,12 +82,18 @@ class NoData(TypeError):
     Args:
         what: The object in words: "a function".
         steps: The way to it from the value that was encoded.
+        obj: The object.
     """
 
-    def __init__(self, what: str, steps: str = "") -> None:
+    def __init__(self, what: str, steps: str = "", obj: Any = None) -> None:
         super().__init__(f"{what}{steps}")
         self.what = what
         self.steps = steps
+        self.obj = obj
+
+
+class NotMade(LookupError):
+    """Raised for an object that the notebook's own statements make again, and have not made yet."""
 
 
 class Encoder:
@@ -95,6 +102,7 @@ class Encoder:
     Args:
         head: Its objects are named by their places.
         to_host: Brings a tensor to the CPU, see `nbaccel.train.checkpoint.serialization`.
+        made: Places of objects that are made again by other means, by the id of the object.
 
     Example:
         >>> encoder = Encoder(HeadState({}), lambda name, tensor: tensor)
@@ -105,9 +113,10 @@ class Encoder:
         [['dict', [['a', ['o', 1]], ['b', ['o', 1]]]], ['list', [1, 2]]]
     """
 
-    def __init__(self, head: HeadState, to_host: ToHost) -> None:
+    def __init__(self, head: HeadState, to_host: ToHost, made: Mapping[int, str] = MappingProxyType({})) -> None:
         self._head = head
         self._to_host = to_host
+        self._made = made
         self.records: list[Any] = []
         self.tensors: dict[str, Tensor] = {}
         self._numbers: dict[int, int] = {}
@@ -115,6 +124,7 @@ class Encoder:
         self._storages: dict[Any, str] = {}
         self._bases = {_memory(each): each for each in head.tensors()}
         self._waiting: deque[tuple[int, Any, str]] = deque()
+        self._at_work: Any = None
 
     def encoded(self, value: Any) -> Any:
         """Return a value, and all that it leads to, as JSON that refers to records.
@@ -161,7 +171,7 @@ class Encoder:
         try:
             return self.encoded(value)
         except NoData as error:
-            raise NoData(error.what, f"{_step(key)}{error.steps}") from None
+            raise NoData(error.what, f"{_step(key)}{error.steps}", error.obj) from None
 
     def _key(self, key: Any) -> Any:
         if is_refused_name(key):
@@ -171,6 +181,7 @@ class Encoder:
     def _encode_waiting(self) -> None:
         while self._waiting:
             number, obj, steps = self._waiting.popleft()
+            self._at_work = obj
             try:
                 self.records[number] = self._record(obj, steps)
             except CannotPack as error:
@@ -221,6 +232,8 @@ class Encoder:
         kind = type(obj)
         if (place := self._head.place(obj)) is not None:
             return ["at", text_of(place)]
+        if (text := self._made.get(id(obj))) is not None:
+            return ["made", text]
         if issubclass(kind, CODE):
             name = "class" if isinstance(obj, type) else _CODE_NAMES.get(type(obj), type(obj).__name__)
             raise NoData(with_article(name), steps)
@@ -261,7 +274,7 @@ class Encoder:
         kind = type(obj)
         name = self._class(kind, steps)
         if not _is_data_class(kind):
-            raise NoData(with_article(kind.__name__), steps)
+            raise NoData(with_article(kind.__name__), steps, obj)
         base = _base_of(kind)
         own = attributes_of(obj) or {}
         slots = {}
@@ -284,7 +297,7 @@ class Encoder:
         place = self._head.place_of_class(kind)
         if place is None:
             is_lost = ", whose class was made in the loop," if kind.__module__ == "__main__" else ""
-            raise NoData(with_article(kind.__name__) + is_lost, steps)
+            raise NoData(with_article(kind.__name__) + is_lost, steps, self._at_work)
         return text_of(place)
 
     def _of_libraries(self, obj: Any, steps: str) -> Any:
@@ -413,9 +426,7 @@ class Decoder:
         records, tensors: Those of an `Encoder`, as they were read from a file.
         head: Has the places that the records name.
 
-    Attributes:
-        fills: Functions that fill the new objects; called once all of them are made, in this order, and, where code of
-            the user's may have changed their content since, again.
+    New objects are filled once all of them are made (`fills`), and again where code may have changed them since.
 
     Raises:
         An error of any kind: it is not what an `Encoder` made.
@@ -437,18 +448,49 @@ class Decoder:
         self._made: dict[int, Any] = {}
         self._under_way: set[int] = set()
         self._waiting: list[Callable[[], None]] = []
+        self._postponed: list[Callable[[], None]] = []
+        self._there: Mapping[str, Seen] = {}
         self._fills: list[tuple[int, Callable[[], object]]] = []
         self._memory: dict[tuple[str, str, str], Tensor] = {}
 
     def fills(self) -> list[Callable[[], object]]:
-        return [fill for _, fill in sorted(self._fills, key=lambda each: each[0])]
+        """Return the functions that fill the objects that were made since the last call."""
+        fills, self._fills = sorted(self._fills, key=lambda each: each[0]), []
+        return [fill for _, fill in fills]
 
     def decoded(self, value: Any) -> Any:
-        """Return the value that was encoded; new objects in it are filled later."""
+        """Return the value that was encoded; new objects in it are filled later.
+
+        Raises:
+            NotMade: It needs an object that is not made again yet, see `make`.
+        """
         found = self._value(value)
-        while self._waiting:
-            self._waiting.pop()()
+        self._decode_waiting()
         return found
+
+    def make(self, there: Mapping[str, Seen], is_last: bool = False) -> None:
+        """Go on with what waited for objects that are made again.
+
+        Args:
+            there: These objects, by the text of their place.
+            is_last: Everything is there by now.
+
+        Raises:
+            NotMade: It is not.
+        """
+        self._there = there
+        self._waiting, self._postponed = self._postponed, []
+        self._decode_waiting()
+        if is_last and self._postponed:
+            raise NotMade("an object that is not made again")
+
+    def _decode_waiting(self) -> None:
+        while self._waiting:
+            children = self._waiting.pop()
+            try:
+                children()
+            except NotMade:
+                self._postponed.append(children)
 
     def change(self, content: Any) -> Any:
         """Return the content of a change that `Encoder.change` was given."""
@@ -493,8 +535,17 @@ class Decoder:
             raise ValueError(f"{number!r} is no object of the file")
         self._under_way.add(number)  # a tuple, whose elements are made first, cannot hold itself
         name, *rest = self._records[number]
-        obj = self._made[number] = _RECORDS[name](self, name, *rest)
+        try:
+            obj = self._made[number] = _RECORDS[name](self, name, *rest)
+        except NotMade:
+            self._under_way.discard(number)
+            raise
         return obj
+
+    def _made_again(self, _: str, place: str) -> Any:
+        if place not in self._there:
+            raise NotMade(place)
+        return self._checked(self._there[place].obj, place)
 
     def _later(self, children: Callable[[], tuple[int, Callable[[], object]]]) -> None:
         """Decode the children of an object later: `children` returns when, and how, it is filled with them."""
@@ -568,7 +619,9 @@ class Decoder:
     # --- objects
 
     def _at(self, _: str, place: str) -> Any:
-        obj = self._head.objects()[place].obj
+        return self._checked(self._head.objects()[place].obj, place)
+
+    def _checked(self, obj: Any, place: str) -> Any:
         if issubclass(type(obj), CODE):
             raise ValueError(f"{place} is code")
         return obj
@@ -778,7 +831,13 @@ _IMMUTABLE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_TEXTS, Decoder._of_text),
 }
 _RECORDS: dict[str, Callable[..., Any]] = {
-    **{"at": Decoder._at, "list": Decoder._list, "set": Decoder._set, "tuple": Decoder._tuple},
+    **{
+        "at": Decoder._at,
+        "made": Decoder._made_again,
+        "list": Decoder._list,
+        "set": Decoder._set,
+        "tuple": Decoder._tuple,
+    },
     **{"frozenset": Decoder._frozenset, "deque": Decoder._deque, "defaultdict": Decoder._defaultdict},
     **{"bytearray": Decoder._bytearray, "object": Decoder._instance, "view": Decoder._view},
     **{"tensor": Decoder._new_tensor, "array": Decoder._array, "objects": Decoder._objects},

@@ -11,10 +11,8 @@ Changed values are found by sums, as of batch norm's statistics and of ``.data``
 from __future__ import annotations
 
 import ast
-import io
 import json
-import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,19 +24,21 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from nbaccel.base.quantities import with_article
 from nbaccel.base.values import frozen
 from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
-from nbaccel.features.cell_checkpoints.data_codec import Decoder, Encoder, NoData, refuse_state
+from nbaccel.features.cell_checkpoints.data_codec import Decoder, Encoder, NoData, NotMade, refuse_state
 from nbaccel.features.cell_checkpoints.head_state import (
-    CODE,
+    OF_THE_SCREEN,
     SCALARS,
     HeadState,
-    KindsOfCells,
     Seen,
     is_refused_name,
     local_name,
     shown,
+    stateless,
     text_of,
     users_roots,
 )
+from nbaccel.features.cell_checkpoints.loader_draws import DRAWN
+from nbaccel.features.cell_checkpoints.made_again import MadeAgain, is_alike, made_objects, prepared
 from nbaccel.namespace.inventory import ObjectPlace, is_the_users
 from nbaccel.namespace.kind import Entries, Write
 from nbaccel.namespace.wrappers import plain
@@ -46,10 +46,7 @@ from nbaccel.train.checkpoint.content import load_tensors
 from nbaccel.train.checkpoint.manifest import FileRecord
 from nbaccel.train.checkpoint.serialization import ToHost, on_host, write_tensors
 
-__all__ = ["DRAWN", "CellDifference", "Remade", "Restored", "StoredDifference"]
-
-DRAWN = "_nbaccel_drawn"
-"""Attribute of a loader's iterator: its loader, and the random states when it was made and when it drew first."""
+__all__ = ["CellDifference", "Remade", "Restored", "StoredDifference"]
 
 _NAME = "difference"
 _VERSION = 1
@@ -78,12 +75,14 @@ class CellDifference:
         tensors: On the CPU, by their names in `data`.
         unsaved: Roots whose values no file holds and that have no state: functions, progress bars, closed files; each
             with the reason. A run that goes on runs the statements that bind them again, or leaves them unbound.
+        made: Roots of objects without a form as data; their statements run again, then what is data of them is written.
         notes: Sentences about objects of which it cannot be known whether they changed.
     """
 
     data: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     unsaved: Mapping[str, str] = field(default_factory=dict)
+    made: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()
 
     @property
@@ -92,59 +91,70 @@ class CellDifference:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @classmethod
-    def between(cls, head: HeadState, roots: Mapping[str, Any], to_host: ToHost = on_host) -> CellDifference:
+    def between(
+        cls,
+        head: HeadState,
+        roots: Mapping[str, Any],
+        to_host: ToHost = on_host,
+        can_make: Callable[[str], bool] = lambda root: False,
+    ) -> CellDifference:
         """Return the difference of `roots` now to `head`.
 
         Args:
             roots: As those of `HeadState`, with the locals of all functions on the way to the present position.
             to_host: Brings a tensor of that name to the CPU; for a thread that writes later it has to copy.
+            can_make: Says whether the statements that bind a root run again when the run goes on.
 
         Raises:
             CannotSave: Something has changed that no file of data can hold; the message names it.
         """
         now = users_roots(roots)
-        encoder = Encoder(head, to_host)
-        changes: list[Any] = []
-        written: dict[str, Any] = {}
-        for seen, change in head.changes():
-            content = _without_iterator(seen, change)
-            if not seen.kind.is_data:
-                if _is_shown(seen):
-                    continue
-                _refuse(shown(seen.place), with_article(type(seen.obj).__name__))
-            try:
-                changes.append([text_of(seen.place), encoder.change(content)])
-            except NoData as error:
-                _refuse(f"{shown(seen.place)}{error.steps}", error.what)
-            if (digest := seen.kind.digest(seen.obj, seen.kind.mark(seen.obj))) is not None:
-                written[text_of(seen.place)] = digest
-        names: dict[str, Any] = {}
+        bound = {
+            root: value for root, value in now.items() if root not in head.roots or _is_other(value, head.roots[root])
+        }
+        iterators = {root: value for root, value in bound.items() if _is_drawn_from(value)}
+        changed = _changes(head)
+        made = MadeAgain.among(
+            {root: value for root, value in bound.items() if root not in iterators},
+            [content for _, content in changed],
+            head,
+            can_make,
+        )
+        encoder = Encoder(head, to_host, made.places)
+        changes = [[text_of(seen.place), _encoded(seen, content, encoder)] for seen, content in changed]
+        names: dict[str, Any] = {root: _iterator(encoder, root, value) for root, value in iterators.items()}
         unsaved: dict[str, str] = {}
-        for root, value in now.items():
-            if isinstance(value, _BaseDataLoaderIter) and DRAWN in vars(value):
-                names[root] = _iterator(encoder, value)
-                continue
-            if root in head.roots and _is_as_before(value, head.roots[root]):
+        for root, value in bound.items():
+            if root in iterators or root in made.roots:
                 continue
             try:
                 names[root] = encoder.encoded(value)
             except NoData as error:
-                if (reason := _why_stateless(value)) is None:
+                if (reason := stateless(value)) is None:
                     _refuse(f"{local_name(root)}{error.steps}", error.what)
                 unsaved[root] = reason
-        deleted = [root for root in head.roots if (":" not in root and root not in now) or root in unsaved]
+        try:
+            contents = list(made.contents(encoder))
+        except NoData as error:
+            _refuse(f"a part of {', '.join(map(local_name, made.roots))}{error.steps}", error.what)
+        lost = {*unsaved, *made.roots}
+        unreachable = head.unreachable(now)
         data = {
             "version": _VERSION,
             "records": encoder.records,
             "changes": changes,
             "names": names,
-            "deleted": deleted,
+            "deleted": [root for root in head.roots if (":" not in root and root not in now) or root in lost],
             "unsaved": unsaved,
-            "sums": head.sums(without=[text for text, _ in changes]),
-            "written": written,
-            "facts": _facts(head, names),
+            "made": made.roots,
+            "copies": {root: encoder.encoded(original) for root, original in made.copies.items()},
+            "contents": contents,
+            "unreachable": unreachable,
+            "sums": head.sums(without={*(text for text, _ in changes), *unreachable}),
+            "written": {text_of(seen.place): digest for seen, _ in changed if (digest := _digest(seen)) is not None},
+            "facts": _facts(head, bound),
         }
-        return cls(data, encoder.tensors, unsaved, tuple(head.doubts()))
+        return cls(data, encoder.tensors, unsaved, made.roots, tuple(head.doubts()))
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
         """Write the files into `folder`, without flushing; return their records by name. A thread may do it."""
@@ -162,13 +172,14 @@ class StoredDifference:
     """A difference as it was read from its files. It may come from anywhere, and is checked when it is applied.
 
     Args:
-        data, tensors, unsaved: Those of the `CellDifference`.
+        data, tensors, unsaved, made: Those of the `CellDifference`.
     """
 
     path: Path
     data: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     unsaved: Mapping[str, str]
+    made: list[str]
 
     @classmethod
     def read(cls, folder: Path) -> StoredDifference:
@@ -182,16 +193,17 @@ class StoredDifference:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["version"] != _VERSION:
                 raise CheckpointCorrupt(f"{path} was written by another version of nbaccel", str(path))
-            roots = [*data["names"], *data["deleted"], *data["unsaved"]]
+            roots = [*data["names"], *data["deleted"], *data["unsaved"], *data["made"]]
             if not all(map(_may_be_bound, roots)):
                 raise ValueError(f"names that no cell binds: {roots}")
-            return cls(path, data, load_tensors(file) if file.exists() else {}, dict(data["unsaved"]))
+            tensors = load_tensors(file) if file.exists() else {}
+            return cls(path, data, tensors, dict(data["unsaved"]), list(data["made"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error!r}", str(path)) from error
 
     @property
     def roots(self) -> Collection[str]:
-        """Roots that are bound when it is applied."""
+        """Roots that are bound when it is applied, or filled."""
         return list(self.data["names"])
 
     def apply(self, head: HeadState, remade: Remade) -> Restored:
@@ -204,44 +216,144 @@ class StoredDifference:
             CannotResume: The cells above, or the lines before the loop, have made another state.
             CheckpointCorrupt: The file is not what `CellDifference.write` writes. Nothing was written.
         """
-        with self._as_corrupt():
-            changes = {str(text): content for text, content in self.data["changes"]}
-            sums, written = dict(self.data["sums"]), dict(self.data["written"])
+        with _AsCorrupt(self.path):
+            changes = [str(text) for text, _ in self.data["changes"]]
+            sums, without = dict(self.data["sums"]), {*changes, *self.data["unreachable"]}
         there = head.objects()
-        now = head.sums(without=changes)
+        now = head.sums(without=without)
         missing = [text for text in changes if text not in there]
-        other = [text for text, total in sums.items() if now.get(text) != total]
-        _compare([*missing, *other])
-        with self._as_corrupt():
-            decoder = Decoder(self.data["records"], self.tensors, head)
-            contents = {text: decoder.change(content) for text, content in changes.items()}
-            bound = self.data["names"].items()
-            iterators = {root: [*map(decoder.decoded, value[1:])] for root, value in bound if _is_iterator(value)}
-            names = {root: decoder.decoded(value) for root, value in bound if root not in iterators}
+        _compare([*missing, *(text for text, total in sums.items() if now.get(text) != total)])
+        return Restored(self, head, remade)
+
+
+class Restored:
+    """A notebook into which a difference was written.
+
+    Attributes:
+        names: Values to bind, by root.
+        deleted: Roots to delete.
+        notes: Lines to say.
+    """
+
+    def __init__(self, stored: StoredDifference, head: HeadState, remade: Remade) -> None:
+        self._path = stored.path
+        self._data = data = stored.data
+        self._objects = head.objects()
+        self._remade = remade
+        self._decoder = Decoder(data["records"], stored.tensors, head)
+        self._writes: list[Callable[[], object]] = []
+        self._made = stored.made
+        self._is_filled = False
+        self._changes: list[Any] = []
+        self._names: dict[str, Any] = {}
+        self.deleted: list[str] = list(data["deleted"])
+        with _AsCorrupt(self._path):
+            self._changes, self._names = list(data["changes"]), dict(data["names"])
+            self.notes = _notes(data["facts"], head, {*data["names"], *stored.made, *stored.unsaved})
+        self.names: dict[str, Any] = self._written()
+        if not self._made:
+            self.names |= self.fill({})
+
+    def fill(self, roots: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Write into the objects that statements have made again, and return the names to bind to such objects.
+
+        Nothing is done before all of them are there, and nothing a second time.
+
+        Args:
+            roots: The roots by now.
+
+        Raises:
+            CheckpointCorrupt: The statements have made other objects, or the file is damaged.
+        """
+        if self._is_filled or not all(root in roots for root in self._made):
+            return {}
+        self._is_filled = True
+        with _AsCorrupt(self._path):
+            there = made_objects({root: roots[root] for root in self._made})
+            if copies := dict(self._data["copies"]):
+                self._decoder.make(there)
+                there = made_objects(
+                    {root: roots[root] for root in self._made},
+                    {root: self._decoder.decoded(original) for root, original in copies.items()},
+                )
+            self._decoder.make(there, is_last=True)
+        return self._written(there)
+
+    def write_again(self, roots: Mapping[str, Any] | None = None) -> None:
+        """Write all contents once more, into the same objects: code that ran since may have changed them.
+
+        Args:
+            roots: The roots by now: see `fill`.
+
+        Raises:
+            CannotResume: What the statements should have made again is not there.
+        """
+        self.fill(roots or {})
+        if not self._is_filled:
+            lost = [local_name(root) for root in self._made if root not in (roots or {})]
+            raise CannotResume(f"{', '.join(lost)}: not made again by the lines before the position")
+        for write in self._writes:
+            write()
+
+    def _written(self, made: Mapping[str, Seen] | None = None) -> dict[str, Any]:
+        """Write what can be written by now; return the names that can be bound.
+
+        Everything is decoded first, so that a damaged file changes nothing.
+        """
+        decoder, names, iterators, contents, waiting = self._decoder, {}, {}, {}, []
+        with _AsCorrupt(self._path):
+            sums = dict(self._data["written"])
+            for text, content in self._changes:
+                try:
+                    contents[text] = decoder.change(content)
+                except NotMade:
+                    if made is not None:
+                        raise
+                    waiting.append([text, content])
+            for root, value in list(self._names.items()):
+                try:
+                    if _is_iterator(value):
+                        iterators[root] = [decoder.decoded(part) for part in value[1:]]
+                    else:
+                        names[root] = decoder.decoded(value)
+                    del self._names[root]
+                except NotMade:
+                    if made is not None:
+                        raise
+            there, contents_of_made = made or {}, self._data["contents"] if made is not None else []
+            of_made = [(there[text], str(name), kept, content) for text, name, kept, content in contents_of_made]
+        other = [shown(seen.place) for seen, name, kept, _ in of_made if not is_alike(seen, name, kept)]
+        if other:
+            raise CannotResume(f"{_listed(other)}: made otherwise than in the run that is continued")
+        with _AsCorrupt(self._path):
+            late = [prepared(seen, content, decoder) for seen, _, _, content in of_made]
             fills = decoder.fills()
             for fill in fills:
                 fill()
-            writes = [self._writing(there[text], content) for text, content in contents.items()]
+            writes = [
+                *(_writing(self._objects[text], content) for text, content in contents.items()),
+                *(write for each in late if (write := each()) is not None),
+            ]
             for write in writes:
                 write()
-        again = {
-            text: seen.kind.digest(seen.obj, seen.kind.mark(seen.obj)) for text in written if (seen := there[text])
-        }
-        _compare([text for text, total in written.items() if again[text] != total])
-        with self._as_corrupt():
-            names |= {root: _remade(remade, *parts) for root, parts in iterators.items()}
-            notes = _notes(self.data["facts"], head, names)
-        return Restored(names, list(self.data["deleted"]), notes, [*fills, *writes])
+        self._changes = waiting
+        self._writes += [*fills, *writes]
+        _compare([text for text in contents if text in sums and _digest(self._objects[text]) != sums[text]])
+        with _AsCorrupt(self._path):
+            return names | {root: _remade(self._remade, *parts) for root, parts in iterators.items()}
 
-    def _writing(self, seen: Seen, content: Any) -> Write:
-        if not seen.kind.is_data:
-            raise ValueError(f"{shown(seen.place)} is no data")
-        if type(content) is tuple and len(content) == 1:
-            refuse_state(content[0])
-        return seen.kind.writing(seen.obj, content)
 
-    def _as_corrupt(self) -> _AsCorrupt:
-        return _AsCorrupt(self.path)
+def _writing(seen: Seen, content: Any) -> Write:
+    if not seen.kind.is_data:
+        raise ValueError(f"{shown(seen.place)} is no data")
+    if type(content) is tuple and len(content) == 1:
+        refuse_state(content[0])
+    return seen.kind.writing(seen.obj, content)
+
+
+def _digest(seen: Seen) -> Any:
+    """Return the sum of the present state of an object."""
+    return seen.kind.digest(seen.obj, seen.kind.mark(seen.obj))
 
 
 class _AsCorrupt:
@@ -260,34 +372,35 @@ class _AsCorrupt:
             ) from error
 
 
-@frozen
-class Restored:
-    """The names that the caller has to bind, and the writes that were done.
+def _changes(head: HeadState) -> list[tuple[Seen, Any]]:
+    """Return the objects that have changed, but for those that show something, each with the content of the change."""
+    found = []
+    for seen, content in head.changes():
+        if f"{type(seen.obj).__module__}.".startswith(OF_THE_SCREEN) and not seen.kind.is_data:
+            continue
+        if not seen.kind.is_data:
+            _refuse(shown(seen.place), with_article(type(seen.obj).__name__))
+        found.append((seen, _without_iterator(seen, content)))
+    return found
 
-    Args:
-        names: Values to bind, by root.
-        deleted: Roots to delete.
-        notes: Lines to say.
-        writes: Write all contents.
-    """
 
-    names: Mapping[str, Any]
-    deleted: list[str]
-    notes: list[str]
-    writes: list[Callable[[], object]]
-
-    def write_again(self) -> None:
-        """Write all contents once more, into the same objects: code that ran since may have changed them."""
-        for write in self.writes:
-            write()
+def _encoded(seen: Seen, content: Any, encoder: Encoder) -> Any:
+    try:
+        return encoder.change(content)
+    except NoData as error:
+        _refuse(f"{shown(seen.place)}{error.steps}", error.what)
 
 
 def _compare(other: list[str]) -> None:
     """Raise `CannotResume` for places whose objects are other ones."""
     if other:
-        names = list(dict.fromkeys(map(_shown_text, other)))
-        more = " ..." if len(names) > _MOST_NAMED else ""
-        raise CannotResume(f"{', '.join(names[:_MOST_NAMED])}{more}: {_OTHER}")
+        raise CannotResume(f"{_listed(map(_shown_text, other))}: {_OTHER}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return the first names, each once."""
+    once = list(dict.fromkeys(names))
+    return ", ".join(once[:_MOST_NAMED]) + (" ..." if len(once) > _MOST_NAMED else "")
 
 
 def _refuse(name: str, what: str) -> NoReturn:
@@ -319,34 +432,15 @@ def _is_frame(root: str) -> bool:
     return not separator or frame.isdigit()
 
 
-def _is_as_before(value: Any, before: Any) -> bool:
-    """Return whether a name has the same object, or an equal plain value."""
+def _is_other(value: Any, before: Any) -> bool:
+    """Return whether a name has another object than before, and no equal plain value."""
     is_equal = type(value) is type(before) and type(value) in SCALARS and (value == before or value != value != before)
-    return value is before or is_equal or plain(value) is plain(before)
+    return _is_drawn_from(value) or not (value is before or is_equal or plain(value) is plain(before))
 
 
-def _why_stateless(value: Any) -> str | None:
-    """Return why no file holds a value that has no state of its own; None if it may have one."""
-    kind = type(value)
-    if issubclass(kind, CODE):
-        return "code that was made in the loop"
-    if isinstance(value, io.IOBase):
-        is_written_on = value.closed or (isinstance(mode := getattr(value, "mode", ""), str) and mode.startswith("a"))
-        return "a file" if is_written_on else None
-    if issubclass(kind, types.GeneratorType):
-        return "a generator that has ended" if value.gi_frame is None else None
-    if hasattr(kind, "__next__"):
-        return None
-    own = KindsOfCells().of(value)
-    return f"{with_article(kind.__name__)}, which belongs to its process" if own is None or not own.is_data else None
-
-
-_OF_THE_SCREEN = ("IPython.", "ipywidgets.", "logging.", "matplotlib.", "tqdm.")
-
-
-def _is_shown(seen: Seen) -> bool:
-    """Return whether an object only shows something: the run that goes on shows it from where it is."""
-    return f"{type(seen.obj).__module__}.".startswith(_OF_THE_SCREEN)
+def _is_drawn_from(value: Any) -> bool:
+    """Return whether it is an iterator of a loader that comes back by its position."""
+    return isinstance(value, _BaseDataLoaderIter) and DRAWN in vars(value)
 
 
 def _without_iterator(seen: Seen, content: Any) -> Any:
@@ -355,9 +449,14 @@ def _without_iterator(seen: Seen, content: Any) -> Any:
     return content.without(["_iterator"]) if is_kept and "_iterator" in content.entries() else content
 
 
-def _iterator(encoder: Encoder, iterator: Any) -> Any:
+def _iterator(encoder: Encoder, root: str, iterator: Any) -> Any:
     drawn = vars(iterator)[DRAWN]
-    return ["iterator", *map(encoder.encoded, (drawn.loader, drawn.created, drawn.first)), int(iterator._num_yielded)]
+    if (loader := drawn.loader()) is None:
+        _refuse(local_name(root), "an iterator of a loader that is gone")
+    try:
+        return ["iterator", *map(encoder.encoded, (loader, drawn.created, drawn.first)), int(iterator._num_yielded)]
+    except NoData as error:
+        _refuse(f"what {local_name(root)} reads{error.steps}", error.what)
 
 
 def _is_iterator(value: Any) -> bool:

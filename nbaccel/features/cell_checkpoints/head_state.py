@@ -10,6 +10,8 @@ from the cell, is named "i:name".
 
 from __future__ import annotations
 
+import functools
+import io
 import sys
 import types
 import zlib
@@ -28,6 +30,8 @@ from nbaccel.namespace.kinds import Kinds
 
 __all__ = [
     "CODE",
+    "COPY",
+    "OF_THE_SCREEN",
     "SCALARS",
     "HeadState",
     "KindsOfCells",
@@ -44,7 +48,7 @@ SCALARS = frozenset({type(None), bool, int, float, str})
 
 CODE = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, types.CellType, type),
-    *(types.CodeType, types.FrameType, classmethod, staticmethod, property),
+    *(types.CodeType, types.FrameType, classmethod, staticmethod, property, functools.partial),
 )
 """Types of objects that run code or lead to it: no file names one, not even one that the notebook has."""
 
@@ -70,7 +74,12 @@ def users_roots(roots: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown(place: ObjectPlace) -> str:
     """Return a place as a person writes it."""
-    return str(ObjectPlace(local_name(place.name), place.steps))
+    name = "a copy of a model" if place.name.startswith(COPY) else local_name(place.name)
+    return str(ObjectPlace(name, place.steps))
+
+
+COPY = "="
+"""Beginning of the roots of copies of models, which no name has."""
 
 
 def is_refused_name(name: Any) -> bool:
@@ -108,16 +117,40 @@ class _LoaderIterator(Kind):
             raise Stays("give it a name: it = iter(loader)")
 
 
-_SCALER, _LOADER_ITERATOR = _Scaler(), _LoaderIterator()
+SCALER, _LOADER_ITERATOR = _Scaler(), _LoaderIterator()
+_TUPLE = Kinds().of(())
 
 
 class KindsOfCells(Kinds):
     """Kinds of objects in a checkpoint of a cell."""
 
     def of(self, obj: Any) -> Kind | None:
+        if (kind := super().of(obj)) is None or kind is _TUPLE:
+            return kind
         if issubclass(type(obj), _BaseDataLoaderIter):
             return _LOADER_ITERATOR
-        return _SCALER if issubclass(type(obj), torch.amp.GradScaler) else super().of(obj)
+        return SCALER if issubclass(type(obj), torch.amp.GradScaler) else kind
+
+
+def stateless(value: Any) -> str | None:
+    """Return why no file holds a value that has no state of its own; None if it may have one."""
+    kind = type(value)
+    if issubclass(kind, CODE):
+        return "code that was made in the loop"
+    if isinstance(value, io.IOBase):
+        mode = getattr(value, "mode", "")
+        is_at_its_end = value.closed or (isinstance(mode, str) and mode.startswith("a"))
+        return "a file" if is_at_its_end or (value.seekable() and not value.tell()) else None
+    if issubclass(kind, types.GeneratorType):
+        return "a generator that has ended" if value.gi_frame is None else None
+    if hasattr(kind, "__next__"):
+        return None
+    is_shown = f"{kind.__module__}.".startswith(OF_THE_SCREEN)
+    return f"{with_article(kind.__name__)} of this process" if is_shown or KindsOfCells().of(value) is None else None
+
+
+OF_THE_SCREEN = ("IPython.", "ipywidgets.", "logging.", "matplotlib.", "tqdm.")
+"""Modules whose objects show something: a run that goes on shows it from where it is."""
 
 
 class Seen(NamedTuple):
@@ -134,6 +167,7 @@ class HeadState:
 
     Args:
         roots: Values by root, see above; those of Python and IPython are left out.
+        are_names: They are sorted, globals first; otherwise they count as they come.
 
     Attributes:
         roots: Without these, globals first: a function whose call is over has no locals when a run goes on.
@@ -146,16 +180,21 @@ class HeadState:
         [(0, 0, [0.5])]
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
-        self.roots = users_roots(roots)
+    def __init__(self, roots: Mapping[str, Any], are_names: bool = True) -> None:
+        self.roots = users_roots(roots) if are_names else dict(roots)
         self._kinds = KindsOfCells()
         self._inventory = Inventory(self.roots, self.roots, is_copy=False, most=sys.maxsize, kinds=self._kinds)
         self._objects: dict[str, Seen] = {}
+        self._digests: dict[str, Any] = {}
 
     def place(self, obj: Any) -> ObjectPlace | None:
         """Return the place of an object to which a file may refer; None for a new one, for code, and for a value."""
         is_code = issubclass(type(obj), CODE) or self._kinds.of(obj) is None
         return None if is_code else self._inventory.place(obj)
+
+    def place_of_any(self, obj: Any) -> ObjectPlace | None:
+        """Return the place of an object, also of code; None for a new one."""
+        return self._inventory.place(obj)
 
     def place_of_class(self, kind: type) -> ObjectPlace | None:
         """Return the place of a class of the notebook, or the name by which the notebook has one of a module."""
@@ -206,6 +245,26 @@ class HeadState:
                 found.append(f"{shown(place)}: {doubt}, and is not in the checkpoint")
         return found
 
+    def unreachable(self, roots: Mapping[str, Any]) -> list[str]:
+        """Return the places of objects to which `roots` do not lead any more, and which have sums."""
+        seen: dict[int, Any] = {}
+        waiting = list(roots.values())
+        with no_collections():
+            while waiting:
+                obj = waiting.pop()
+                if id(obj) in seen or (kind := self._kinds.of(obj)) is None:
+                    continue
+                seen[id(obj)] = obj
+                waiting += [part for _, part in kind.parts(obj)]
+            objects = self.objects().items()
+        return [text for text, each in objects if id(each.obj) not in seen and self._digest(text, each) is not None]
+
+    def _digest(self, text: str, seen: Seen) -> Any:
+        """Return the sum of an object at the head, which is computed once."""
+        if text not in self._digests:
+            self._digests[text] = seen.kind.digest(seen.obj, seen.mark)
+        return self._digests[text]
+
     def sums(self, without: Collection[str]) -> dict[str, Any]:
         """Return sums of the states at the head, by the text of the place.
 
@@ -220,7 +279,7 @@ class HeadState:
         rest: dict[str, int] = {}
         count: Counter[str] = Counter()
         for text, seen in self.objects().items():
-            if text in without or (digest := seen.kind.digest(seen.obj, seen.mark)) is None:
+            if text in without or (digest := self._digest(text, seen)) is None:
                 continue
             root = seen.place.name
             count[root] += 1

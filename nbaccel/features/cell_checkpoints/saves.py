@@ -248,7 +248,7 @@ class CellSaves:
 
     def _difference(self, boundary: Boundary) -> CellDifference:
         assert self.head is not None, "a boundary is in a loop, whose head comes before"
-        return CellDifference.between(self.head, boundary.roots())
+        return CellDifference.between(self.head, boundary.roots(), can_make=boundary.can_make)
 
     def _save(self, boundary: Boundary, step: int) -> None:
         self._saved = step
