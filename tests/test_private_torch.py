@@ -23,6 +23,7 @@ from nbaccel.testing import run_ranks
 PACKAGE = REPOSITORY / "nbaccel"
 
 UNGUARDED = {
+    "_group_tensors_by_device_and_dtype": "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
     # torch, torch.cuda, torch.autograd
     "_C": "torch._C.DisableTorchFunctionSubclass",
     "_functorch": "torch._C._functorch.maybe_current_level",
@@ -248,8 +249,8 @@ OTHERS = {
         _is_initialized _is_jupyter _is_kaggle _login _num_processes _num_replicas _original_start_new_thread
         _original_tracing _params _process_index""",
     "tensorboard": "_async_writer _get_file_writer _worker",
-    "nbaccel, in the objects of others": """_fingerprint _nbaccel_cut _nbaccel_dispatch _nbaccel_drawn
-        _nbaccel_lone_pass _nbaccel_made_with _nbaccel_original _nbaccel_pass _nbaccel_stored""",
+    "nbaccel, in the objects of others": """_fingerprint _nbaccel_cut _nbaccel_dispatch _nbaccel_lone_pass
+        _nbaccel_made_with _nbaccel_original _nbaccel_pass _nbaccel_stored""",
 }
 """Private names that are not torch's."""
 

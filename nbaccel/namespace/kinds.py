@@ -36,7 +36,16 @@ from nbaccel.namespace.process_objects import (
 from nbaccel.namespace.state_in_c import Owner, keeps_state_in_c, may_own_state_in_c
 from nbaccel.namespace.wrappers import is_accelerator, is_lightnings_callback, is_put_there, plain, users_class, wraps
 
-__all__ = ["ATTRIBUTES", "Kinds", "attributes_of", "globals_of", "is_found_by_name", "part", "slots_of"]
+__all__ = [
+    "ATTRIBUTES",
+    "Kinds",
+    "attributes_of",
+    "globals_of",
+    "is_found_by_name",
+    "is_read_by_attributes",
+    "part",
+    "slots_of",
+]
 
 _ATTRIBUTES: Step = ("attributes", None)
 
@@ -177,6 +186,8 @@ class _Deque(_List):
 
 
 class _Tuple(Kind):
+    is_data = True
+
     def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
         return _items(tuple.__iter__, obj)
 
@@ -431,6 +442,12 @@ class Kinds:
         if kind is ARRAY and obj.dtype.hasobject:
             return _OBJECTS if obj.dtype.kind == "O" else None
         return kind
+
+
+def is_read_by_attributes(kind: Kind) -> bool:
+    """Return whether objects of a kind are read by their attributes, slots and, in a container, by their elements."""
+    inner = kind._container if isinstance(kind, _Both) else None
+    return isinstance(kind, _Object) or isinstance(inner, (Owner, _Dict, _List, _Tuple, _Set))
 
 
 def is_found_by_name(obj: Any) -> bool:

@@ -97,25 +97,6 @@ def _trained(mixed_precision: str, accumulation: int) -> Found:
     return found
 
 
-def _in_microbatches() -> Found:
-    found: Found = {}
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(3, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def loss(batch: torch.Tensor) -> Any:
-        found.setdefault("accelerator.forward_backward(loss, batch)", our_frames("user"))
-        return model(batch).sum()
-
-    def user() -> None:
-        accelerator.forward_backward(loss, torch.ones(2, 3))
-        optimizer.step()
-
-    user()
-    accelerator.end_training()
-    return found
-
-
 MOST = {
     "for batch in loader": 1,
     "model(batch)": 1,
@@ -138,7 +119,7 @@ CASES = [("no", 1, 0), ("bf16", 2, 1), ("fp16", 1, 1)]
 
 @pytest.fixture(scope="module")
 def founds() -> Any:
-    """What stood on the stack of the trainings of `CASES`, of one in two ranks, and of a step in micro-batches.
+    """What stood on the stack of the trainings of `CASES`, and of one in two ranks.
 
     In a process of their own: where a cell has run, torch's iterators and optimizers ask whether its loop is prepared.
     """
@@ -153,7 +134,6 @@ def all_found() -> dict[str, Any]:
     return {
         "alone": [_trained(precision, accumulation) for precision, accumulation, _ in CASES],
         "ranks": run_ranks(2, _trained, "no", 2),
-        "micro-batches": _in_microbatches(),
     }
 
 
@@ -166,7 +146,3 @@ def test_a_line_of_a_training_is_few_frames_from_torch(founds: Any, case: int) -
 def test_in_two_ranks_it_is_no_further(founds: Any) -> None:
     for found in founds["ranks"]:
         _assert_at_most(found, MOST)
-
-
-def test_a_step_that_survives_a_lack_of_memory_is_few_frames_from_the_loss(founds: Any) -> None:
-    _assert_at_most(founds["micro-batches"], {"accelerator.forward_backward(loss, batch)": 8})

@@ -342,19 +342,6 @@ def test_a_program_chooses_by_name_or_by_the_plugin() -> None:
     assert _chosen(fsdp_plugin=plugin, strategy="fsdp") == ("fsdp", plugin)
 
 
-def test_the_options_reach_the_model() -> None:
-    def sharded() -> tuple[list[str], str, Any]:
-        from torch.distributed.fsdp import FSDPModule
-
-        plugin = Plugin(transformer_cls_names_to_wrap=["LayerNorm"], mixed_precision_policy="bf16")
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-        prepared = Accelerator(fsdp_plugin=plugin).prepare(model)
-        groups = [name for name, module in prepared.named_modules() if isinstance(module, FSDPModule)]
-        return groups, type(next(prepared.parameters())).__name__, prepared(torch.ones(1, 4)).dtype
-
-    assert run_ranks(2, sharded) == [(["", "1"], "DTensor", torch.bfloat16)] * 2
-
-
 def test_a_program_beats_its_launch_and_the_launch_beats_accelerates_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
@@ -377,38 +364,6 @@ def test_fields_may_be_assigned_until_an_accelerator_is_made() -> None:
     plugin = Plugin()
     plugin.min_num_params = 1000
     assert _chosen(fsdp_plugin=plugin)[1].auto_wrap_policy == "size_based_wrap"
-
-
-def test_a_program_may_change_the_options_of_its_launch_until_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As peft's examples set a policy for adapters."""
-    monkeypatch.setenv("NBACCEL_STRATEGY", "fsdp")
-
-    def changed() -> tuple[Any, bool, list[str]]:
-        from torch.distributed.fsdp import FSDPModule
-
-        accelerator = Accelerator()
-        assert accelerator.distributed_type == "FSDP"
-        plugin = accelerator.state.fsdp_plugin
-        plugin.set_state_dict_type("FULL_STATE_DICT")
-        plugin.auto_wrap_policy = functools.partial(
-            transformer_auto_wrap_policy, transformer_layer_cls={torch.nn.LayerNorm}
-        )
-        model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)))
-        groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        return plugin.state_dict_type, accelerator.state.is_fsdp2, groups
-
-    assert run_ranks(2, changed) == [("FULL_STATE_DICT", True, ["", "1"])] * 2
-
-
-def test_an_accelerator_of_the_notebook_is_sharded_in_the_ranks_alone() -> None:
-    accelerator = Accelerator(fsdp_plugin=Plugin(auto_wrap_policy="no_wrap"))
-    assert (accelerator.state.fsdp_plugin, accelerator.state.is_fsdp2) == (None, False)
-
-    def kind() -> str:
-        return type(accelerator.prepare(torch.nn.Linear(2, 2))).__name__
-
-    assert run_ranks(2, kind) == ["FSDPLinear"] * 2
-    assert kind() == "Linear"
 
 
 def test_one_process_has_nothing_to_shard_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,15 @@ def test_options_reach_ddp() -> None:
     assert run_ranks(2, _ddp, DistributedDataParallelKwargs(static_graph=True))[0] == plain | {"static_graph": True}
 
 
-def _hooked(handler: KwargsHandler, lends: bool = False) -> list[float]:
+def _nothing(accelerator: Accelerator, model: Any) -> None:
+    pass
+
+
+def hooked(handler: KwargsHandler, before: Callable[[Accelerator, Any], object] = _nothing) -> list[float]:
+    """Return gradients of a training whose communication `handler` changes, which began with `before`."""
     accelerator = Accelerator(kwargs_handlers=[handler])
     model: Any = accelerator.prepare(_model())
-    if lends:
-        accelerator.forward_backward(lambda x: model(x).mean(), torch.ones(4, 32))
+    before(accelerator, model)
     for _ in range(3):  # PowerSGD begins with plain steps
         model.zero_grad()
         accelerator.backward(model(torch.full((4, 32), 1.0 + accelerator.process_index)).square().sum())
@@ -112,16 +117,11 @@ def _hooked(handler: KwargsHandler, lends: bool = False) -> list[float]:
     ids=["fp16", "power_sgd", "power_sgd in fp16"],
 )
 def test_hooks_send_gradients_that_are_about_the_same(options: dict[str, Any], tolerance: float) -> None:
-    plain = run_ranks(2, _hooked, DistributedDataParallelKwargs())[0]
-    first, second = run_ranks(2, _hooked, DistributedDataParallelKwargs(**options))
+    plain = run_ranks(2, hooked, DistributedDataParallelKwargs())[0]
+    first, second = run_ranks(2, hooked, DistributedDataParallelKwargs(**options))
     assert first == second
     assert first == pytest.approx(plain, rel=tolerance)
     assert first != plain
-
-
-def test_a_hook_compresses_also_after_forward_backward_had_the_gradients() -> None:
-    handler = DistributedDataParallelKwargs(comm_hook="fp16")
-    assert run_ranks(2, _hooked, handler, True) == run_ranks(2, _hooked, handler)
 
 
 def test_the_batched_hook_is_refused_before_the_training_where_torchs_own_fails() -> None:
@@ -130,7 +130,7 @@ def test_the_batched_hook_is_refused_before_the_training_where_torchs_own_fails(
             comm_hook="batched_power_sgd", comm_state_option={"start_powerSGD_iter": 2}
         )
         try:
-            _hooked(handler)
+            hooked(handler)
         except ValueError as error:
             return str(error)
         return "works"
@@ -142,7 +142,7 @@ def test_the_batched_hook_is_refused_before_the_training_where_torchs_own_fails(
 def test_a_hook_that_the_backend_lacks_is_one_sentence() -> None:
     def prepared() -> str:
         try:
-            _hooked(DistributedDataParallelKwargs(comm_hook="bf16"))
+            hooked(DistributedDataParallelKwargs(comm_hook="bf16"))
         except ValueError as error:
             return str(error)
         return "works"

@@ -394,30 +394,6 @@ def test_ranks_that_go_on_with_a_smaller_batch_share_trained_tensors_alone() -> 
     assert trained <= sent < trained + HEADER
 
 
-def in_parts(batch_size: int) -> list[float]:
-    accelerator, model, optimizer, data = training(batch_size)
-    losses: list[float] = []
-    for number, ids in enumerate(data):
-
-        def loss_of(part: Tensor, number: int = number) -> Tensor:
-            if number == 1 and accelerator.is_main_process and len(part) > 2:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-            return model(part).square().mean()  # type: ignore[no-any-return]
-
-        loss = accelerator.forward_backward(loss_of, ids)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss, "mean")))
-    return losses
-
-
-@pytest.mark.slow
-def test_a_rank_that_runs_out_of_memory_goes_on_in_parts_with_the_same_losses() -> None:
-    first, second = run_ranks(2, in_parts, 4)
-    assert first == second
-    assert first == pytest.approx(steps(*training(8)), abs=1e-6)
-
-
 # --- what comes back ------------------------------------------------------------------------------------------------
 
 

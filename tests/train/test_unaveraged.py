@@ -253,7 +253,7 @@ def test_gradients_that_nobody_has_averaged_are_an_error_before_the_step() -> No
 # --- programs that are right -----------------------------------------------------------------------------------------
 
 
-def _plain(loss: Callable[[Net, Tensor], Tensor] = Net.loss, heads: str = "a") -> list[Tensor]:
+def plain_training(loss: Callable[[Net, Tensor], Tensor] = Net.loss, heads: str = "a") -> list[Tensor]:
     net = Net(heads)
     optimizer = torch.optim.SGD([each for each in net.parameters() if each.requires_grad], 0.1)
     for step in range(STEPS):
@@ -263,48 +263,25 @@ def _plain(loss: Callable[[Net, Tensor], Tensor] = Net.loss, heads: str = "a") -
     return list(net.parameters())
 
 
-def _steps(program: Program, backward: Callable[[int], None]) -> list[Tensor]:
+def steps_of(program: Program, backward: Callable[[int], None]) -> list[Tensor]:
     for step in range(STEPS):
         backward(step)
         program.end()
     return list(program.net.parameters())
 
 
-def lent_in_between() -> tuple[list[Tensor], list[Tensor]]:
-    """A forward that has no backward, then `forward_backward`, then the model inside with an own reduce."""
-    program = Program()
-
-    def backward(step: int) -> None:
-        program.model(program.rows(step))
-        if step % 2:
-            program.accelerator.backward(program.net.loss(program.rows(step)))
-            _reduce(program)
-        else:
-            program.accelerator.forward_backward(lambda rows: program.model(rows).square().mean(), program.rows(step))
-            program.end()
-            program.accelerator.backward(program.net.loss(program.rows(step)))
-            _reduce(program)
-
-    found = _steps(program, backward)
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for step in (0, 0, 1, 2, 2):
-        net.loss(rows_of(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return found, list(net.parameters())
-
-
 def usual() -> tuple[list[Tensor], list[Tensor]]:
     program = Program()
-    return _steps(
+    return steps_of(
         program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean())
-    ), _plain()
+    ), plain_training()
 
 
 def own_backward() -> tuple[list[Tensor], list[Tensor]]:
     program = Program()
-    return _steps(program, lambda step: program.model(program.rows(step)).square().mean().backward()), _plain()
+    return steps_of(
+        program, lambda step: program.model(program.rows(step)).square().mean().backward()
+    ), plain_training()
 
 
 def accumulated(*handlers: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -314,16 +291,7 @@ def accumulated(*handlers: Any) -> tuple[list[Tensor], list[Tensor]]:
             with program.accelerator.accumulate(program.model):
                 program.accelerator.backward(program.model(rows).square().mean())
                 program.end()
-    return list(program.net.parameters()), _plain()
-
-
-def forward_and_backward() -> tuple[list[Tensor], list[Tensor]]:
-    program = Program()
-
-    def backward(step: int) -> None:
-        program.accelerator.forward_backward(lambda rows: program.model(rows).square().mean(), program.rows(step))
-
-    return _steps(program, backward), _plain()
+    return list(program.net.parameters()), plain_training()
 
 
 def held_and_reduced_by_hand() -> tuple[list[Tensor], list[Tensor]]:
@@ -332,9 +300,9 @@ def held_and_reduced_by_hand() -> tuple[list[Tensor], list[Tensor]]:
     def backward(step: int) -> None:
         with program.accelerator.no_sync(program.model):
             program.accelerator.backward(program.model(program.rows(step)).square().mean())
-        _reduce(program)
+        reduce_by_hand(program)
 
-    return _steps(program, backward), _plain()
+    return steps_of(program, backward), plain_training()
 
 
 def inside_and_reduced_by_hand() -> tuple[list[Tensor], list[Tensor]]:
@@ -342,12 +310,12 @@ def inside_and_reduced_by_hand() -> tuple[list[Tensor], list[Tensor]]:
 
     def backward(step: int) -> None:
         program.accelerator.backward(program.net.loss(program.rows(step)))
-        _reduce(program)
+        reduce_by_hand(program)
 
-    return _steps(program, backward), _plain()
+    return steps_of(program, backward), plain_training()
 
 
-def _reduce(program: Program) -> None:
+def reduce_by_hand(program: Program) -> None:
     for parameter in program.net.parameters():
         if parameter.grad is not None:
             parameter.grad = program.accelerator.reduce(parameter.grad, "mean")
@@ -362,7 +330,7 @@ def gradients_of_its_own() -> tuple[list[Tensor], list[Tensor]]:
         for parameter, gradient in zip(trained, found, strict=True):
             parameter.grad = program.accelerator.reduce(gradient, "mean")
 
-    return _steps(program, backward), _plain()
+    return steps_of(program, backward), plain_training()
 
 
 def _sharp(net: Module, loss: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> None:
@@ -412,7 +380,7 @@ def two_losses_in_turn(is_joint: bool) -> tuple[list[Tensor], list[Tensor]]:
         for model in (actor, critic):
             accelerator.backward(model(rows).square().mean())
 
-    return _two(is_joint, backward), [*_plain(), *_plain()]
+    return _two(is_joint, backward), [*plain_training(), *plain_training()]
 
 
 def two_losses_after_both_forwards(is_joint: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -421,7 +389,7 @@ def two_losses_after_both_forwards(is_joint: bool) -> tuple[list[Tensor], list[T
         for loss in losses:
             accelerator.backward(loss)
 
-    return _two(is_joint, backward), [*_plain(), *_plain()]
+    return _two(is_joint, backward), [*plain_training(), *plain_training()]
 
 
 def two_losses_of_its_own_backward() -> tuple[list[Tensor], list[Tensor]]:
@@ -430,7 +398,7 @@ def two_losses_of_its_own_backward() -> tuple[list[Tensor], list[Tensor]]:
         for loss in losses:
             loss.backward()
 
-    return _two(False, backward), [*_plain(), *_plain()]
+    return _two(False, backward), [*plain_training(), *plain_training()]
 
 
 def adversarial(prepares: bool = True) -> tuple[list[Tensor], list[Tensor]]:
@@ -479,9 +447,9 @@ def unused_in_a_static_graph() -> tuple[list[Tensor], list[Tensor]]:
     net = Net("ab")
     net.heads = "a"
     program = Program(net, kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
-    return _steps(
+    return steps_of(
         program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean())
-    ), _plain()
+    ), plain_training()
 
 
 def accumulated_in_a_static_graph() -> tuple[list[Tensor], list[Tensor]]:
@@ -498,7 +466,7 @@ def cast_and_back() -> tuple[list[Tensor], list[Tensor]]:
             parameter.data = torch.view_as_real(parameter.data)[..., 0].clone(memory_format=torch.contiguous_format)
         program.accelerator.backward(program.model(program.rows(number)).square().mean())
 
-    return _steps(program, step), _plain()
+    return steps_of(program, step), plain_training()
 
 
 def adapters() -> tuple[list[Tensor], list[Tensor]]:
@@ -531,7 +499,7 @@ def without_gradients_in_between() -> tuple[list[Tensor], list[Tensor]]:
             program.model(program.rows(step))
         program.accelerator.backward(out.square().mean())
 
-    return _steps(program, backward), _plain()
+    return steps_of(program, backward), plain_training()
 
 
 def a_part_of_the_model_outside(prepares: bool = True) -> tuple[list[Tensor], list[Tensor]]:
@@ -546,7 +514,7 @@ def a_part_of_the_model_outside(prepares: bool = True) -> tuple[list[Tensor], li
         program.accelerator.backward((scale * program.model(program.rows(step))).square().mean())
         scale.grad = program.accelerator.reduce(scale.grad, "mean")
 
-    found = [*_steps(program, backward), scale]
+    found = [*steps_of(program, backward), scale]
     plain = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     net = Net()
     optimizer = torch.optim.SGD([*net.parameters(), plain], 0.1)
@@ -572,7 +540,7 @@ def optimizers_of_its_own() -> tuple[list[Tensor], list[Tensor]]:
             if program.accelerator.is_main_process:
                 probe(rows).square().mean().backward()
                 probing.step()
-    return list(program.net.parameters()), _plain()
+    return list(program.net.parameters()), plain_training()
 
 
 def triggered() -> tuple[list[Tensor], list[Tensor]]:
@@ -585,7 +553,7 @@ def triggered() -> tuple[list[Tensor], list[Tensor]]:
         with program.accelerator.trigger_sync_in_backward(program.model):
             program.accelerator.backward(losses[1])
 
-    return _steps(program, backward), _plain()
+    return steps_of(program, backward), plain_training()
 
 
 def a_closure_of_the_model() -> tuple[list[Tensor], list[Tensor]]:
@@ -599,7 +567,7 @@ def a_closure_of_the_model() -> tuple[list[Tensor], list[Tensor]]:
             return loss
 
         program.optimizer.step(closure)
-    return list(program.net.parameters()), _plain()
+    return list(program.net.parameters()), plain_training()
 
 
 def local_sgd() -> tuple[list[Tensor], list[Tensor]]:
@@ -614,7 +582,7 @@ def local_sgd() -> tuple[list[Tensor], list[Tensor]]:
 
 def compressed() -> tuple[list[Tensor], list[Tensor]]:
     program = Program(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")])
-    _steps(program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean()))
+    steps_of(program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean()))
     mine = torch.cat([each.detach().flatten() for each in program.net.parameters()])
     return [mine], [program.accelerator.reduce(mine, "mean")]
 
@@ -624,20 +592,12 @@ def independent() -> tuple[list[Tensor], list[Tensor]]:
     os.environ["NBACCEL_INDEPENDENT"] = "1"
     try:
         program = Program()
-        _steps(program, lambda step: program.accelerator.backward(program.net.loss(program.rows(step))))
+        steps_of(program, lambda step: program.accelerator.backward(program.net.loss(program.rows(step))))
     finally:
         del os.environ["NBACCEL_INDEPENDENT"]
     mine = torch.cat([each.detach().flatten() for each in program.net.parameters()])
     assert not torch.equal(mine, program.accelerator.reduce(mine, "mean"))
     return [mine], [mine]
-
-
-def sharded() -> tuple[list[Tensor], list[Tensor]]:
-    program = Program(Net("ab"), strategy="fsdp")
-    _steps(program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean()))
-    state = program.accelerator.get_state_dict(program.model)
-    plain = _plain(heads="ab")
-    return list(state.values()) or plain, plain  # the main process has it
 
 
 def _after_the_accelerator_has_gone() -> bool:
@@ -663,11 +623,9 @@ RIGHT: dict[str, tuple[Right, int]] = {
     "usual": (usual, 0),
     "own backward": (own_backward, 0),
     "accumulated": (accumulated, 0),
-    "forward_backward": (forward_and_backward, 0),
     "no_sync and an own reduce": (held_and_reduced_by_hand, 0),
     "the model inside and an own reduce": (inside_and_reduced_by_hand, STEPS),
     "gradients of its own": (gradients_of_its_own, STEPS),
-    "forward_backward in between": (lent_in_between, 2),
     "SAM": (sharpness_aware, 0),
     "two models, a loss each in turn, one optimizer": (lambda: two_losses_in_turn(True), 1),
     "two models, a loss each in turn, two optimizers": (lambda: two_losses_in_turn(False), 1),
@@ -690,12 +648,11 @@ RIGHT: dict[str, tuple[Right, int]] = {
     "LocalSGD": (local_sgd, 0),
     "a communication hook": (compressed, 0),
     "--independent": (independent, 0),
-    "FSDP": (sharded, 0),
 }
 """Programs that are right, and how often they compare gradients: where a look does not show that all are averaged."""
 
 
-def _right() -> dict[str, tuple[float, int]]:
+def _right(programs: dict[str, tuple[Right, int]]) -> dict[str, tuple[float, int]]:
     warnings.filterwarnings("ignore", NOTICE)
     compared = 0
     real = StoreExchange.all
@@ -708,7 +665,7 @@ def _right() -> dict[str, tuple[float, int]]:
     StoreExchange.all = counted  # type: ignore[method-assign]
     found: dict[str, tuple[float, int]] = {}
     try:
-        for name, (program, _) in RIGHT.items():
+        for name, (program, _) in programs.items():
             compared = 0
             got, wanted = program()
             found[name] = max((x - y).detach().abs().max().item() for x, y in zip(got, wanted, strict=True)), compared
@@ -717,12 +674,17 @@ def _right() -> dict[str, tuple[float, int]]:
     return found
 
 
-def test_programs_that_average_in_their_own_way_stay_right_and_compare_only_where_they_must() -> None:
-    for found in run_ranks(2, _right):
+def assert_right(programs: dict[str, tuple[Right, int]]) -> None:
+    """In two ranks, programs have the parameters of a single process, and compare as often as said there."""
+    for found in run_ranks(2, _right, programs):
         assert {name: count for name, (_, count) in found.items()} == {
-            name: count for name, (_, count) in RIGHT.items()
+            name: count for name, (_, count) in programs.items()
         }
         assert {name: error for name, (error, _) in found.items() if error > 1e-12} == {}
+
+
+def test_programs_that_average_in_their_own_way_stay_right_and_compare_only_where_they_must() -> None:
+    assert_right(RIGHT)
 
 
 def _short_beside_a_comparison() -> tuple[list[int], list[Tensor]]:

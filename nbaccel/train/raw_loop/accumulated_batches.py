@@ -15,16 +15,17 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from nbaccel.errors import FlagConflict
 from nbaccel.train.distributed.callers import library_that_trains
+from nbaccel.train.raw_loop.deferred_calls import let_clipping_find_nothing
 from nbaccel.train.raw_loop.graph import leaves_of, runs_backwards_inside
 from nbaccel.train.raw_loop.hooks import LoopChange, TrainedOptimizers, WatchedLoop, parameters_of
 from nbaccel.train.raw_loop.loader_pass import Place
@@ -48,7 +49,9 @@ class _Window:
         sums: Gradients of these rounds, by parameter.
         placed: Parameters in whose ``grad`` they are, in the last round.
         called_at: Where the program was at the optimizer's last call; None where no loader tells.
-        is_reached: By a backward since its last call.
+        reached: Parameters that backwards have reached since its last call, and that were not dropped.
+        reached_at: Where the first of them did.
+        spans: Others have, with another batch.
         is_granted: A scaler was allowed to step, and decides by itself whether it does.
         is_scaled: A scaler steps it, so its gradients are multiplied by the scale.
         is_known: It was called.
@@ -65,10 +68,22 @@ class _Window:
 
     def close(self) -> None:
         self.done = 0
-        self.is_reached = False
+        self.leave_round()
         self.sums: dict[Tensor, Tensor] = {}
         self.placed: set[Tensor] = set()
         self.is_granted = False
+
+    def leave_round(self) -> None:
+        self.reached: set[Tensor] = set()
+        self.reached_at: Place | None = None
+        self.spans = False
+
+    def reach(self, place: Place | None) -> None:
+        """Note a backward."""
+        if not self.reached:
+            self.reached_at, self.spans = place, False
+        elif place is not None and self.reached_at is not None:
+            self.spans |= place.at != self.reached_at.at
 
     @property
     def is_last(self) -> bool:
@@ -95,6 +110,7 @@ class AccumulatedBatches(LoopChange):
         self._count = count
         self._flag = f"-a {count}"
         self._loop: WatchedLoop
+        self._end_clipping: Callable[[], None] = lambda: None
         self._reset()
 
     def attach(self, loop: WatchedLoop) -> None:
@@ -104,11 +120,11 @@ class AccumulatedBatches(LoopChange):
         self._windows: weakref.WeakKeyDictionary[Optimizer, _Window] = weakref.WeakKeyDictionary()
         self._optimizers: TrainedOptimizers | None = None
         self._pending: dict[Tensor, Tensor] = {}  # gradients of this round
-        self._pending_at: Place | None = None
         self._refused: FlagConflict | None = None
-        self._is_inside = self._is_known = self._has_begun = False
+        self._is_inside = self._is_known = self._is_others = self._is_unshared = self._has_begun = False
         self._scaler_has_waited = self._scaler_has_stepped = False  # since its last update
-        self._unheld_at: Place | None = None
+        self._has_unheld = False
+        self._unheld_at: Place | None = None  # backwards of other tensors
         self._looks_at_averages = True
         self._averages: list[tuple[Tensor, int]] = []  # other weights, with their versions
         self._thread = threading.get_ident()
@@ -118,6 +134,7 @@ class AccumulatedBatches(LoopChange):
     def begin(self, optimizers: TrainedOptimizers) -> None:
         self._reset()
         self._optimizers = optimizers
+        self._end_clipping = let_clipping_find_nothing()
         hold_loop_state(_STATE, self)
 
     def end(self) -> None:
@@ -125,12 +142,14 @@ class AccumulatedBatches(LoopChange):
         if self._optimizers is None:
             return
         left = max((window.done for window in self._windows.values() if window.is_waited_for), default=0)
-        if left and _is_of_gradients(error := sys.exc_info()[1]):
+        left = 0 if self._refused is not None else left
+        if (left or self._pending) and _is_of_gradients(error := sys.exc_info()[1]):
             error.add_note(
                 f"{self._flag}: gradients are there with the last of {self._count} batches, and p.grad is None before."
             )
         self._reset()
         hold_loop_state(_STATE, None)
+        self._end_clipping()
         if left:
             batches = "batch" if left == 1 else f"{left} batches"
             self._loop.say(
@@ -164,43 +183,52 @@ class AccumulatedBatches(LoopChange):
     # -- what torch does
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
-        self._is_known = False
+        self._is_known = self._is_unshared = False
 
     def note_dropped(self, owner: Optimizer | Module) -> None:
-        if not (self._pending or self._has_placed()):
-            return
-        dropped = list(parameters_of(owner) if isinstance(owner, Optimizer) else owner.parameters())
-        for parameter in dropped:
-            self._pending.pop(parameter, None)
-        for window in self._windows.values():
-            window.placed.difference_update(dropped)
+        windows = [window for window in self._windows.values() if window.reached or window.placed]
+        if windows:
+            dropped = list(parameters_of(owner) if isinstance(owner, Optimizer) else owner.parameters())
+            for parameter in dropped:
+                self._pending.pop(parameter, None)
+            for window in windows:
+                window.placed.difference_update(dropped)
+                window.reached.difference_update(dropped)
 
     def run_backward(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._adds_gradients(kwargs) or not args:
+        if len(args) < 4 or not self._is_in_loop():
             return real(outputs, *args, **kwargs)
         if self._refused is not None:
             raise self._refused
         place = self._loop.place()
-        held, is_inner = self._held([root for root in outputs if isinstance(root, Tensor)], place)
+        if not kwargs.get("accumulate_grad", False):  # torch.autograd.grad
+            if not self._has_begun and not any(map(self._window_of, args[3])):
+                self._note_unheld([each for each in args[3] if isinstance(each, Parameter)], place)
+            return real(outputs, *args, **kwargs)
+        leaves, is_inner = self._leaves_of([root for root in outputs if isinstance(root, Tensor)])
+        held = {leaf: window for leaf in leaves if (window := self._window_of(leaf)) is not None}
+        if not held and not self._has_begun:
+            self._note_unheld(leaves, place)
         windows = list(dict.fromkeys(held.values()))
-        if not windows:
+        if not windows or self._are_shared_out(held):
             return real(outputs, *args, **kwargs)
         self._look_at_averages()
-        self._refuse_batches_of_its_own(held, place)
         for window in windows:
             self._open(window, place)
+            window.reach(place)
         # One factor at the root rounds as by hand. Of several the one of an optimizer that is about to step: another
         # one, which has stepped for this batch, is reached by the way, and drops these gradients.
         about = [window for window in windows if window.is_open or window.called_at != place or place is None]
         divisor = min(about or windows, key=lambda window: not window.is_open).length
         for parameter, window in held.items():
-            window.is_reached, window.is_granted = True, False
+            window.reached.add(parameter)
+            window.is_granted = False
             if parameter.grad is None:
                 window.placed.discard(parameter)
         untouched = {each: each.grad._version for each in held if is_inner and each.grad is not None}
-        otherwise = {each: each.grad for each, window in held.items() if window.length != divisor}
-        for parameter in otherwise:
-            parameter.grad = None
+        otherwise = {each: each.grad for each in leaves if self._length_of(each, held) != divisor}
+        for leaf in otherwise:
+            leaf.grad = None
         grads = args[0] if divisor == 1 else tuple(None if each is None else each / divisor for each in args[0])
         self._is_inside = True
         try:
@@ -210,15 +238,14 @@ class AccumulatedBatches(LoopChange):
         if self._optimizers is None:  # something has prepared
             return found
         with torch.no_grad():
-            for parameter, before in otherwise.items():
-                new = parameter.grad
-                new = None if new is None else new * (divisor / held[parameter].length)
-                parameter.grad = before if new is None else new if before is None else _sum(before, new)
+            for leaf, before in otherwise.items():
+                new = leaf.grad
+                new = None if new is None else new * (divisor / self._length_of(leaf, held))
+                leaf.grad = before if new is None else new if before is None else _sum(before, new)
             for parameter, version in untouched.items():
                 if parameter.grad is not None and parameter.grad._version == version:
                     del held[parameter]  # which no backward inside of this one has reached
             self._take(held)
-        self._pending_at = place
         return found
 
     def step(self, optimizer: Optimizer, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +276,11 @@ class AccumulatedBatches(LoopChange):
         if window.is_others or (was_granted and not by_scaler):
             return False
         self._loop.note_call(optimizer)
-        place = self._loop.place()
+        place, was_reached = self._loop.place(), bool(window.reached)
+        if self._is_inside:
+            self._refuse("the loop steps inside of loss.backward(), in which gradients cannot wait. Leave -a out")
+        if window.spans and was_reached:
+            self._refuse("the loop takes several batches for one step by itself. Leave -a out, or its own counting")
         if closure is not None:
             self._refuse(
                 f"{type(optimizer).__name__} computes its losses itself (a closure), and takes a batch for each step. "
@@ -260,7 +291,7 @@ class AccumulatedBatches(LoopChange):
                 f"the loop takes several steps for each batch, and none would come before {self._count} batches. Leave "
                 "-a out"
             )
-        was_reached, window.is_reached = window.is_reached, False
+        window.leave_round()
         if not was_reached:
             self._open(window, place)
         window.called_at = place
@@ -310,12 +341,12 @@ class AccumulatedBatches(LoopChange):
 
     # -- parts of it
 
-    def _adds_gradients(self, kwargs: dict[str, Any]) -> bool:
+    def _is_in_loop(self) -> bool:
         is_here = threading.get_ident() == self._thread and torch._C._functorch.maybe_current_level() is None
         if self._optimizers is None or self._is_inside or not is_here or not self._is_ours():
             return False
-        self._optimizers.search()  # also before gradients that are asked for, and set by the loop
-        return bool(kwargs.get("accumulate_grad", False))
+        self._optimizers.search()
+        return True
 
     def _is_ours(self) -> bool:
         """Return whether the loop is unmodified, and not that of a library which counts its batches."""
@@ -324,21 +355,30 @@ class AccumulatedBatches(LoopChange):
             self._is_others = bool(library_that_trains())
         return not self._is_others
 
-    def _held(self, roots: list[Tensor], place: Place | None) -> tuple[dict[Tensor, _Window], bool]:
-        """Return the parameters that a backward adds gradients to and an optimizer holds, with their windows.
+    def _are_shared_out(self, held: dict[Tensor, _Window]) -> bool:
+        """Return whether the program shares these out itself, as in DDP: this backward shows it to the watch, too."""
+        self._is_unshared = self._is_unshared or not self._loop.is_shared_out(list(held))
+        for window in () if self._is_unshared else held.values():
+            window.is_others = True
+        return not self._is_unshared
 
-        Also return whether some may not be reached: a backward inside of this one decides that.
+    @staticmethod
+    def _length_of(leaf: Tensor, held: dict[Tensor, _Window]) -> int:
+        """Return what divides a leaf's gradient: 1 where no optimizer holds it, as for an input."""
+        return held[leaf].length if leaf in held else 1
+
+    def _leaves_of(self, roots: list[Tensor]) -> tuple[list[Tensor], bool]:
+        """Return the leaves that a backward adds gradients to, and whether some of them may not be reached after all.
+
+        That is so where a backward inside of this one decides it.
         """
         assert self._optimizers is not None
         leaves, of_python = leaves_of(roots)
-        if is_inner := runs_backwards_inside(of_python):  # and reaches others of the same optimizers
-            seen = {id(holder): holder for leaf in leaves for holder in self._optimizers.holders(leaf)}
-            among = seen.values() or self._optimizers
-            leaves = list({id(each): each for optimizer in among for each in parameters_of(optimizer)}.values())
-        held = {leaf: window for leaf in leaves if (window := self._window_of(leaf)) is not None}
-        if leaves and not held and not self._has_begun:
-            self._note_unheld(place)
-        return {parameter: window for parameter, window in held.items() if not window.is_others}, is_inner
+        if not (is_inner := runs_backwards_inside(of_python)):
+            return leaves, False
+        seen = {id(holder): holder for leaf in leaves for holder in self._optimizers.holders(leaf)}
+        others = [each for optimizer in seen.values() or self._optimizers for each in parameters_of(optimizer)]
+        return list({id(each): each for each in (*leaves, *others)}.values()), is_inner
 
     def _window_of(self, leaf: Tensor) -> _Window | None:
         """Return the window of the optimizer that holds `leaf`: of several the one that was called last."""
@@ -349,7 +389,8 @@ class AccumulatedBatches(LoopChange):
         if len(holders) > 1:
             called = [optimizer for optimizer in self._windows if any(optimizer is each for each in holders)]
             holders = called or holders
-        return self._windows.setdefault(holders[-1], _Window())
+        window = self._windows.setdefault(holders[-1], _Window())
+        return None if window.is_others else window
 
     def _open(self, window: _Window, place: Place | None) -> None:
         """Set the length of a window that has no round yet."""
@@ -383,15 +424,6 @@ class AccumulatedBatches(LoopChange):
                 new, before = parameter.grad, window.sums[parameter]
                 parameter.grad = before.clone() if new is None else _sum(new, before)
 
-    def _has_placed(self) -> bool:
-        return any(window.placed for window in self._windows.values())
-
-    def _refuse_batches_of_its_own(self, held: dict[Tensor, _Window], place: Place | None) -> None:
-        before = self._pending_at
-        is_another = place is not None and before is not None and place.at != before.at
-        if is_another and any(parameter in self._pending for parameter in held):
-            self._refuse("the loop takes several batches for one step by itself. Leave -a out, or its own counting")
-
     def _refuse(self, why: str) -> NoReturn:
         self._refused = FlagConflict(f"{self._flag}: {why}.")
         raise self._refused
@@ -421,12 +453,12 @@ class AccumulatedBatches(LoopChange):
                 "what the loop counts as steps are batches, and its schedulers move with each of them"
             )
 
-    def _note_unheld(self, place: Place | None) -> None:
+    def _note_unheld(self, leaves: Sequence[Tensor], place: Place | None) -> None:
         """Say, at the second batch, that no optimizer holds what the loop trains."""
-        if self._unheld_at is not None and (place is None or place != self._unheld_at):
+        if leaves and self._has_unheld and (place is None or place != self._unheld_at):
             self._has_begun = True
             self._loop.say(f"{self._flag} has no effect: no optimizer holds what this loop trains")
-        self._unheld_at = place
+        self._has_unheld, self._unheld_at = self._has_unheld or bool(leaves), place
 
     def _see_averages(self) -> None:
         """Note the versions of weights that no optimizer holds, after the first step that is left out."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -27,6 +28,7 @@ from nbaccel.train.step.readings import LearningRates
 __all__ = [
     "DeferredCalls",
     "StepCounter",
+    "let_clipping_find_nothing",
 ]
 
 _REMEDY = "Choose a smaller batch_size, or prepare the loop; --oom stop leaves batches whole."
@@ -177,6 +179,7 @@ class DeferredCalls:
 
 def _watch(deferred: DeferredCalls) -> None:
     """Make torch's schedulers move once for each batch, and watch gradients being dropped; until the process ends."""
+    let_clipping_find_nothing()
     kinds: list[Any] = [LRScheduler, ReduceLROnPlateau]
     for kind in kinds:
         kinds += [each for each in kind.__subclasses__() if each not in kinds]
@@ -185,6 +188,28 @@ def _watch(deferred: DeferredCalls) -> None:
             kind.step = _once_for_each_batch(kind.step, deferred)
     for owner in (Optimizer, Module):
         owner.zero_grad = _seen(owner.zero_grad, deferred)  # type: ignore[method-assign]
+
+
+def let_clipping_find_nothing() -> Callable[[], None]:
+    """Make ``clip_grad_value_`` accept that no parameter has a gradient, at which torch raises; return what undoes it.
+
+    `clip_grad_norm_` accepts it. A program may have imported the function by its name, so a part of it is replaced.
+    """
+    group: Any = clip_grad._group_tensors_by_device_and_dtype
+    if hasattr(group, "nbaccel_accepts_none"):
+        return lambda: None
+
+    @functools.wraps(group)
+    def grouped(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        return group(lists, *args, **kwargs) if any(lists) else {}
+
+    def undo() -> None:
+        if clip_grad._group_tensors_by_device_and_dtype is grouped:
+            clip_grad._group_tensors_by_device_and_dtype = group
+
+    grouped.nbaccel_accepts_none = True  # type: ignore[attr-defined]
+    clip_grad._group_tensors_by_device_and_dtype = grouped  # type: ignore[assignment]
+    return undo
 
 
 def _once_for_each_batch(step: Callable[..., Any], deferred: DeferredCalls) -> Callable[..., Any]:

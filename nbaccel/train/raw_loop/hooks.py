@@ -53,6 +53,9 @@ class WatchedLoop(Protocol):
     def is_partial(self) -> bool:
         """Return whether other parts of the present batch follow."""
 
+    def is_shared_out(self, parameters: list[Tensor]) -> bool:
+        """Return whether the program itself shares a model with these out over ranks."""
+
     def note_call(self, optimizer: Optimizer) -> None:
         """Note a call of an optimizer's step that may be left out."""
 
@@ -257,6 +260,8 @@ class Hooks:
         is_loaded = "torch._dynamo" in sys.modules
         run: Any = torch.compiler.disable(self._run_backward) if is_loaded else self._run_backward
         torch.autograd._engine_run_backward = run
+        if is_loaded and self._optimizers is not None:
+            self._optimizers.hide_steps()
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``torch.compile``, with which torch imports its compiler, and take over backwards again."""
@@ -283,6 +288,7 @@ class TrainedOptimizers:
         self._holders: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Optimizer]]]] | None = None
         self._has_searched = False
         self._is_on = True
+        self._run_step: Callable[..., Any] = self._step
         self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self.meet(optimizer))
         self._real_drops = {owner: owner.zero_grad for owner in (Optimizer, Module)}
         self._drops = {owner: self._dropping(real) for owner, real in self._real_drops.items()}
@@ -319,12 +325,18 @@ class TrainedOptimizers:
         if is_known and gate is not None and gate.parameters == count:
             return
         if not is_known:
-            gate = self._gates[id(optimizer)] = _StepGate(optimizer, self._step)
+            gate = self._gates[id(optimizer)] = _StepGate(
+                optimizer, lambda *args, **kwargs: self._run_step(*args, **kwargs)
+            )
         assert gate is not None
         gate.parameters = count
         self._holders = None
         for change in self._changes:
             change.note_optimizer(optimizer)
+
+    def hide_steps(self) -> None:
+        """Hide what is done around steps from a compiler of whole training steps."""
+        self._run_step = torch.compiler.disable(self._step)
 
     def leave(self) -> None:
         """Restore the optimizers' steps."""

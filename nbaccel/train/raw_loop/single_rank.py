@@ -167,6 +167,10 @@ class SingleRankWatch:
         """Return False: batches come whole."""
         return False
 
+    def is_shared_out(self, parameters: list[Tensor]) -> bool:
+        """Return False: there is no other rank."""
+        return False
+
     def note_call(self, optimizer: Optimizer) -> None:
         self._steps.meet(optimizer)
 

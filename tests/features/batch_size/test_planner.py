@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -389,3 +390,9 @@ def test_planning_beside_forward_backward_leaves_its_gradients_alone() -> None:
 
     assert run_ranks(2, train, True) == run_ranks(2, train, False)
     assert train(True) == train(False)
+
+
+def test_the_planner_of_a_copy_shares_the_equipment_of_the_copy() -> None:
+    accelerator = Accelerator(cpu=True)
+    copied = copy.deepcopy(accelerator)
+    assert (accelerator._planner._context, copied._planner._context) == (accelerator._context, copied._context)

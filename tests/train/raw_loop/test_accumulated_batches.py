@@ -17,10 +17,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
+from nbaccel import PartialState
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import FlagConflict, RanksFailed
@@ -229,6 +232,26 @@ def never_dropped(by: By) -> list[Tensor]:
     return ends(model)
 
 
+def adversarial_examples(by: By) -> list[Tensor]:
+    """The gradient of an input is what it is, in all batches; that of the weights beside it is dropped."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for at, (x, y) in enumerate(loader()):
+        length, is_first, is_last = window(by, at)
+        x.requires_grad_()
+        if by is None:
+            F.mse_loss(model(x), y).backward()
+            worse = (x + 0.5 * x.grad).detach()
+        else:
+            worse = (x + 0.5 * torch.autograd.grad(F.mse_loss(model(x), y), x)[0]).detach()
+        if is_first:
+            optimizer.zero_grad()
+        (F.mse_loss(model(worse), y) / length).backward()
+        if is_last:
+            optimizer.step()
+    return ends(model)
+
+
 BY_HAND: list[Written] = [
     flat, clipped_with_a_schedule, gradients_dropped_first, gan, its_own_scaler, batch_norm_and_dropout,
     a_branch_of_the_model_in_turns, checkpoints_inside, never_dropped,
@@ -292,6 +315,12 @@ def test_batches_that_come_in_parts_are_counted_once() -> None:
         torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-12)
 
 
+def test_the_gradient_of_an_input_is_not_divided() -> None:
+    by_hand = in_double(adversarial_examples, 3)
+    found = in_double(lambda by: by_flag(3, partial(adversarial_examples, by)), None)
+    torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-12)
+
+
 # What cannot be accumulated -------------------------------------------------------------------------------------------
 
 
@@ -347,9 +376,17 @@ def gradients_by_hand(steps: Steps) -> None:
         steps.optimizer.step()
 
 
+def steps_in_backwards(steps: Steps) -> None:
+    for p in steps.model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: steps.optimizer.step())
+    for x, y in loader():
+        steps.loss(x, y).backward()
+
+
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [
+        (steps_in_backwards, "the loop steps inside of loss.backward(), in which gradients cannot wait. Leave -a out."),
         (own_accumulation, "the loop takes several batches for one step by itself. Leave -a out, or its own counting."),
         (several_steps, "the loop takes several steps for each batch, and none would come before 4 batches. Leave -a"),
         (a_closure, "SGD computes its losses itself (a closure), and takes a batch for each step. Leave -a out."),
@@ -364,6 +401,60 @@ def test_what_cannot_be_accumulated_is_refused_before_the_first_step(
         by_flag(4, partial(program, steps))
     assert f"-a 4: {sentence}" in str(caught.value)
     assert steps.are_none
+
+
+def test_gradients_of_several_batches_that_are_dropped_are_not_accumulated_by_the_loop() -> None:
+    """A critic's loss reaches the generator, in each batch until the generator's own."""
+    model, critic = net(5), net(1)
+    of_model, of_critic = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(critic.parameters(), 0.1)
+    before = ends(model)
+
+    def program() -> None:
+        for at, (x, _) in enumerate(loader()):
+            of_critic.zero_grad()
+            (critic(model(x)).mean() - critic(x).mean()).backward()
+            of_critic.step()
+            if at % 2:
+                of_model.zero_grad()
+                (-critic(model(x)).mean()).backward()
+                of_model.step()
+
+    by_flag(2, program)
+    assert not all(map(torch.equal, before, ends(model)))
+
+
+def test_clipping_by_value_finds_nothing_before_the_last_batch() -> None:
+    steps = Steps()
+
+    def program() -> None:
+        for x, y in loader():
+            steps.optimizer.zero_grad()
+            steps.loss(x, y).backward()
+            nn.utils.clip_grad_value_(steps.model.parameters(), 1e-3)
+            steps.optimizer.step()
+
+    by_flag(3, program)
+    changes = [(now - before).abs().max().item() for now, before in zip(ends(steps.model), steps.before, strict=True)]
+    assert 0 < max(changes) < 4.1e-4, "four steps of 0.1"
+    with pytest.raises(RuntimeError):
+        nn.utils.clip_grad_value_(net().parameters(), 1.0)
+
+
+def test_a_model_that_the_program_shares_out_has_whole_gradients() -> None:
+    assert run_ranks(2, by_flag, 4, gradients_of_its_own) == [[True], [True]]
+
+
+def gradients_of_its_own() -> list[bool]:
+    PartialState()  # forms the process group
+    model, (x, y) = net(), points(6).tensors
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loss_of = lambda values: F.mse_loss(functional_call(model, values, (x,)), y)  # noqa: E731
+    expected = torch.func.grad(loss_of)(weights).values()
+    shared = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
+    F.mse_loss(shared(x), y).backward()
+    optimizer.step()
+    return [all(torch.allclose(p.grad, one) for p, one in zip(shared.parameters(), expected, strict=True))]
 
 
 def test_a_refusal_that_the_loop_catches_comes_again_at_the_next_batch() -> None:

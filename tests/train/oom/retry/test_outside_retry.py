@@ -164,34 +164,6 @@ def test_the_steps_of_an_older_accelerator_are_not_those_of_the_training_that_ra
     assert first[2] == second[2] == [14, 7]
 
 
-def _led_in_micro_batches() -> dict[str, Any]:
-    accelerator = Accelerator()
-    torch.manual_seed(accelerator.process_index)
-    model = torch.nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @find_executable_batch_size(starting_batch_size=8)
-    def train(batch_size: int) -> int:
-        for _ in range(2):
-            accelerator.forward_backward(lambda rows: model(rows).square().mean(), torch.randn(batch_size, 4))
-            if batch_size == 8 and accelerator.process_index == 1:
-                raise MemoryError
-            optimizer.step()
-            optimizer.zero_grad()
-        model(torch.ones(2, 4)).mean().backward()  # DDP takes its gradients back
-        return batch_size
-
-    size = train()
-    return {"size": size, "weights": digest(model.module), "gradient": float(model.module.bias.grad)}
-
-
-def test_a_model_whose_gradients_are_lent_joins_the_new_group_too() -> None:
-    first, second = run_ranks(2, _led_in_micro_batches)
-    assert first == second
-    assert first["size"] == 4
-    assert first["gradient"] == 1.0
-
-
 def _fsdp(is_outside: bool) -> tuple[str, str, Any]:
     from torch.distributed.fsdp import fully_shard
 

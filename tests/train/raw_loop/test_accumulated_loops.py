@@ -1,0 +1,161 @@
+"""The loops of `loops` under `-a 3` end as with accumulation by hand, or in a sentence, in one to three ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel.base.settings import RunSettings
+from nbaccel.base.world import World
+from nbaccel.errors import FlagConflict, NotPrepared, RanksFailed
+from nbaccel.launching import api
+from nbaccel.launching.launcher import Launcher
+from nbaccel.testing import run_ranks
+from nbaccel.train.raw_loop.loop import RawLoopTraining
+from nbaccel.train.raw_loop.single_rank import SingleRankWatch
+from nbaccel.train.setup import loop_changes
+from train.raw_loop.by_hand import accumulated_by_hand
+from train.raw_loop.loops import LOOPS, Loop, Values
+from train.raw_loop.test_loops import REFUSAL, SETUP, differences, in_one_process
+
+STEPS = 3
+
+REFUSED = {
+    "lbfgs_with_line_search": "computes its losses itself (a closure)",
+    "accumulation": "takes several batches for one step by itself",
+    "accumulation_with_an_incomplete_window": "takes several batches for one step by itself",
+    "loss_printed_without_its_divisor": "takes several batches for one step by itself",
+    "two_loaders_in_turns": "takes several steps for each batch",
+    "a_rare_mask_with_a_least_count": "takes several steps for each batch",
+    "latents_of_each_batch": "takes several steps for each batch",
+    "sam": "p.grad is None before",
+}
+
+STEPPED_BY_HAND = {"update_by_hand", "autograd_grad_of_parameters"}
+"""Without an optimizer: left as they are, and it is said."""
+
+MORE_BY_HAND = {
+    "gan_with_r1", "wgan_with_gradient_penalty", "adversarial_examples", "steps_along_the_gradients_of_inputs",
+    "compiled_step",
+}  # fmt: skip
+"""They drop gradients between two backwards of a batch, or hide their steps in a compiled function, which `by_hand`
+does not follow: ranks end as one rank does."""
+
+OF_PARTS = ("CannotCut", "Memory ran out", REFUSAL)
+
+SAYS_LEFT_ALONE = "-a 3 has no effect: no optimizer holds what this loop trains"
+
+
+@cache
+def expected(loop: Loop) -> Values:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in ranks
+    try:
+        if loop.name in STEPPED_BY_HAND:
+            return in_one_process(loop)
+        if loop.name in MORE_BY_HAND:
+            return by_flag(loop)
+        with accumulated_by_hand(STEPS):
+            return loop.run()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def by_flag(loop: Loop, **chosen: Any) -> Values:
+    """What a loop ends with in this rank under `-a`."""
+    settings, world = RunSettings(gradient_accumulation_steps=STEPS, **chosen), World.from_env()
+    changes = loop_changes(settings)
+    watch = RawLoopTraining(world, settings, changes) if world.is_distributed else SingleRankWatch(changes)
+    watch.begin(None)
+    try:
+        found = loop.run()
+        watch.end()
+        return found
+    finally:
+        watch.stop()
+
+
+def wrong_of(loop: Loop, ranks: list[Values], said: str) -> list[str]:
+    """What is not as it should be in what the ranks ended with.  said: what was printed."""
+    is_alone = len(ranks) == 1
+    weights, numbers = expected(loop) if loop.is_exact or is_alone else ranks[0]
+    wrong = [*differences([its for its, _ in ranks], weights, "tensor")]
+    if is_alone or not loop.shows_parts:
+        wrong += differences([its for _, its in ranks], numbers, "number")
+    if loop.name in STEPPED_BY_HAND and SAYS_LEFT_ALONE not in said:
+        wrong.append("nothing was said")
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the loop by hand
+@pytest.mark.sample(25)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
+def test_a_loop_under_the_flag_ends_as_by_hand_or_in_a_sentence(loop: Loop, capfd: pytest.CaptureFixture[str]) -> None:
+    if loop.name in REFUSED:
+        with pytest.raises((FlagConflict, AttributeError)) as caught:
+            by_flag(loop)
+        assert REFUSED[loop.name] in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+        return
+    found = by_flag(loop)
+    assert not wrong_of(loop, [found], capfd.readouterr().out)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.full
+@pytest.mark.parametrize("split", [None, 4])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
+def test_a_loop_in_two_ranks_ends_as_by_hand_or_in_a_sentence(
+    loop: Loop, split: int | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        ranks = run_ranks(2, partial(by_flag, split=split), loop)
+    except RanksFailed as error:
+        text = str(error)
+        is_refused = loop.name in REFUSED and REFUSED[loop.name] in text
+        if is_refused or (loop.may_refuse and REFUSAL in text) or (split and any(each in text for each in OF_PARTS)):
+            return
+        raise
+    if not split:
+        assert not wrong_of(loop, ranks, capfd.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    """One zygote for all loops."""
+    launcher = Launcher()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(api, "default_launcher", lambda: launcher)
+        api.launch(int, 1, cpu=True, start_method="zygote")
+        yield launcher
+    launcher.close()
+
+
+def _ways_to_launch() -> Iterator[Any]:
+    for start, world_size, loop in itertools.product(["zygote", "fork"], [1, 2, 3], LOOPS):
+        is_always = (start, world_size, loop.name) == ("zygote", 2, "momentum")
+        marks = [] if is_always else [pytest.mark.full]
+        yield pytest.param(start, world_size, loop, marks=marks, id=f"{start}-{world_size}-{loop.name}")
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize(("start", "world_size", "loop"), [*_ways_to_launch()])
+def test_a_launched_loop_ends_as_by_hand_or_in_a_sentence(
+    start: str, world_size: int, loop: Loop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = api.launch(
+        loop.run, world_size, cpu=True, start_method=start, setup=SETUP, gradient_accumulation_steps=STEPS, check=False
+    )
+    if run.error is not None:
+        text = f"{run.error} {getattr(run.error, '__notes__', '')}"
+        is_refused = loop.name in REFUSED and REFUSED[loop.name] in text
+        if is_refused or (loop.may_refuse and isinstance(run.error, NotPrepared)):
+            return
+        raise run.error
+    assert loop.name not in REFUSED
+    assert not wrong_of(loop, run.values, capfd.readouterr().out)
