@@ -154,6 +154,10 @@ class ChangedLoop:
     def is_partial(self) -> bool:
         return False
 
+    def is_shared_out(self, parameters: list[Tensor]) -> bool:
+        """Return False: nobody averages here, so the program's own sharing changes nothing."""
+        return False
+
     def note_call(self, optimizer: Optimizer) -> None:
         """Do nothing: nothing counts steps here."""
 
