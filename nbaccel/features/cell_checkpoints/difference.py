@@ -451,7 +451,7 @@ def _without_iterator(seen: Seen, content: Any) -> Any:
 
 def _iterator(encoder: Encoder, root: str, iterator: Any) -> Any:
     drawn = vars(iterator)[DRAWN]
-    if (loader := drawn.loader()) is None:
+    if (loader := drawn.loader) is None:
         _refuse(local_name(root), "an iterator of a loader that is gone")
     try:
         return ["iterator", *map(encoder.encoded, (loader, drawn.created, drawn.first)), int(iterator._num_yielded)]

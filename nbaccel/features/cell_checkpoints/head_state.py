@@ -149,6 +149,13 @@ def stateless(value: Any) -> str | None:
     return f"{with_article(kind.__name__)} of this process" if is_shown or KindsOfCells().of(value) is None else None
 
 
+def _begins_anew(file: io.IOBase) -> bool:
+    """Return whether opening a file once more would lose what it has; not of the process's own output."""
+    mode, name = getattr(file, "mode", ""), getattr(file, "name", "<>")
+    is_on_disk = isinstance(name, str) and not name.startswith("<")
+    return is_on_disk and not file.closed and isinstance(mode, str) and not {"w", "x"}.isdisjoint(mode)
+
+
 OF_THE_SCREEN = ("IPython.", "ipywidgets.", "logging.", "matplotlib.", "tqdm.")
 """Modules whose objects show something: a run that goes on shows it from where it is."""
 
@@ -228,6 +235,15 @@ class HeadState:
         """
         with no_collections():
             for obj, kind, mark in self._inventory.seen():
+                if (
+                    isinstance(obj, io.IOBase)
+                    and _begins_anew(obj)
+                    and (file := self._inventory.place(obj)) is not None
+                ):
+                    raise CannotSave(
+                        f"{shown(file)} is a file that is open for writing: a run that goes on would begin it anew. "
+                        "Open it in the loop, with mode 'a'"
+                    )
                 if kind is None or (kind is _LOADER_ITERATOR and any(obj is each for each in self.roots.values())):
                     continue
                 try:

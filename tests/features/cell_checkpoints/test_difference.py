@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +310,16 @@ def test_a_file_that_the_loop_writes_is_refused_unless_it_is_closed(tmp_path: Pa
     assert CellDifference.between(HeadState({}), notebook).unsaved == {"log": "a file"}
 
 
+def test_a_file_that_is_open_for_writing_at_the_head_is_refused_at_the_first_save(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as log, pytest.raises(CannotSave) as refused:
+        CellDifference.between(HeadState({"log": log}), {"log": log})
+
+    assert str(refused.value) == (
+        "log is a file that is open for writing: a run that goes on would begin it anew. "
+        "Open it in the loop, with mode 'a'"
+    )
+
+
 def test_code_that_the_loop_has_bound_is_left_to_its_statements(tmp_path: Path) -> None:
     above = "act = len"
     notebook = executed(above)
@@ -392,7 +401,7 @@ def test_a_new_loader_iterator_comes_back_by_its_position(tmp_path: Path) -> Non
 
     class Drawn:
         def __init__(self, loader: Any) -> None:
-            self.loader, self.created, self.first = weakref.ref(loader), {"torch": "a"}, {"torch": "b"}
+            self.loader, self.created, self.first = loader, {"torch": "a"}, {"torch": "b"}
 
     loader = DataLoader(list(range(4)))
     iterator = iter(loader)
