@@ -70,8 +70,9 @@ class Event:
 class Metric(Event):
     """Numbers that the user logged.
 
-    values: number or 0-d tensor by name; tensors are read later, away from the step.
-    step: the optimizer step they belong to.
+    Args:
+        values: Number or 0-d tensor by name; tensors are read later, away from the step.
+        step: The optimizer step they belong to.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -82,8 +83,9 @@ class Metric(Event):
 class Loss(Event):
     """The loss of one backward, before it is divided or scaled. Several of one step belong to one point of a curve.
 
-    value: a detached tensor in the rank, which is read later, away from the step; a number on arrival.
-    step: the optimizer step that this backward belongs to, 0-based.
+    Args:
+        value: A detached tensor in the rank, which is read later, away from the step; a number on arrival.
+        step: The optimizer step that this backward belongs to, 0-based.
     """
 
     value: Any = 0.0
@@ -96,16 +98,20 @@ class Progress(Event):
 
     A training without a loader has no `batches`, and `batch` stays 0.
 
-    step: optimizer steps that are complete.  epoch: 0-based number of the epoch.  epochs: their number.
-    batch, batches: batches of this rank handed out in this epoch, and their number.
-    samples: number in one batch of this rank.  Unknown values are None.
-    is_training: batches lead to backward; else the loop evaluates.
-    is_guess: no step has shown yet whether the loop trains.
-    is_over: the loop has ended, or was left.
-    first: optimizer steps that were complete when the loop began.
-    began: time of that, in the machine's `time.monotonic()`; it identifies a loop of the rank. 0 if unknown.
-    waiting: the fraction of its time, 0 to 1, that the loop has waited for batches; None before that is known.
-    learning_rates: of the optimizers that step, each different one once, four at most; empty if unknown.
+    Args:
+        step: Optimizer steps that are complete.
+        epoch: 0-based number of the epoch.
+        epochs: Number of epochs.
+        batch, batches: Batches of this rank handed out in this epoch, and their number.
+        samples: Number in one batch of this rank. Unknown values are None.
+        is_training: Whether batches lead to backward; else the loop evaluates.
+        is_guess: Whether no step has shown yet whether the loop trains.
+        is_over: Whether the loop has ended, or was left.
+        first: Optimizer steps that were complete when the loop began.
+        began: Time of that, in the machine's `time.monotonic()`; it identifies a loop of the rank. 0 if unknown.
+        waiting: The fraction of its time, 0 to 1, that the loop has waited for batches; None before that is known.
+        learning_rates: Learning rates of the optimizers that step, each different one once, four at most; empty if
+            unknown.
     """
 
     step: int = 0
@@ -127,11 +133,15 @@ class Progress(Event):
 class Memory(Event):
     """Memory that this rank holds, in bytes; sampled a few times per second by a thread of the rank.
 
-    host_bytes: resident memory of the process; pages that it still shares with the kernel it was forked from count
-        in full.  host_peak_bytes: its maximum.  host_limit_bytes: limit of the machine or the container for all its
-        processes together.
-    device_bytes: tensors on the rank's device.  device_reserved_bytes: these, and the reserve of the caching allocator.
-    device_peak_bytes: maximum that was reserved.  device_limit_bytes: the device's memory. All None without one.
+    Args:
+        host_bytes: Resident memory of the process; pages that it still shares with the kernel it was forked from count
+            in full.
+        host_peak_bytes: Maximum of `host_bytes`.
+        host_limit_bytes: Limit of the machine or the container for all its processes together.
+        device_bytes: Tensors on the rank's device.
+        device_reserved_bytes: These, and the reserve of the caching allocator.
+        device_peak_bytes: Maximum that was reserved.
+        device_limit_bytes: The device's memory. All None without one.
     """
 
     host_bytes: int = 0
@@ -147,8 +157,11 @@ class Memory(Event):
 class Checkpoint(Event):
     """A checkpoint is complete.
 
-    path: its folder.  step: optimizer steps in it.  seconds: duration of writing it, perhaps in the background.
-    goes_on: the program goes on from it wherever it was, whatever loops it has.
+    Args:
+        path: Folder of the checkpoint.
+        step: Optimizer steps in it.
+        seconds: Duration of the writing, perhaps in the background.
+        goes_on: Whether the program goes on from it wherever it was, whatever loops it has.
     """
 
     path: str = ""
@@ -161,7 +174,8 @@ class Checkpoint(Event):
 class Phase(Event):
     """Beginning of a new phase: other curves, another estimate of the remaining time.
 
-    name: given by the user, "fold 2".
+    Args:
+        name: Name that the user gave, such as "fold 2".
     """
 
     name: str = ""
@@ -171,9 +185,12 @@ class Phase(Event):
 class ItemsDone(Event):
     """Items of a map that this rank has finished since it was started.
 
-    done: items with an answer.  failed: items that failed each time.  size: items in one call of the function now.
-    everywhere: items of the map that anyone has finished, in this run, before it, or in another notebook, as far as
-        this rank has seen.
+    Args:
+        done: Items with an answer.
+        failed: Items that failed each time.
+        size: Items in one call of the function now.
+        everywhere: Items of the map that anyone has finished, in this run, before it, or in another notebook, as far as
+            this rank has seen.
     """
 
     done: int = 0
@@ -197,11 +214,13 @@ class OutOfMemory(Event):
     Or, in `find_executable_batch_size`, it goes on with a new attempt, whose batch is smaller: `next_size` instead of
     `batch_size`.
 
-    step: optimizer steps that were complete.
-    phase: "forward", "backward" or "optimizer".
-    micro_batch_size: samples of the forward that did not fit.  next_size: those of the next one, 0 if there is no
-    smaller one.  batch_size: samples of the whole batch on this rank. All 0 in the optimizer.
-    message: the first line of the error.
+    Args:
+        step: Optimizer steps that were complete.
+        phase: "forward", "backward" or "optimizer".
+        micro_batch_size: Samples of the forward that did not fit.
+        next_size: Samples of the next one, 0 if there is no smaller one.
+        batch_size: Samples of the whole batch on this rank. All 0 in the optimizer.
+        message: The first line of the error.
     """
 
     step: int = 0
@@ -216,11 +235,13 @@ class OutOfMemory(Event):
 class LoopEntered(Event):
     """Entry into a loop over a loader, or its continuation, with what can be cut if memory runs out in it.
 
-    samples: in a batch of this rank; None if that varies.  parts: number of parts that each batch is cut into already.
-    sharing_ranks: number of ranks that share one batch and its parts; 1 if each has its own batches.
-    batches_per_step: gradient accumulation steps.
-    obstacle: why batches of this loop cannot be cut into more parts; empty if they can.
-    batch_norms: the layers that would normalise over fewer samples then, by name.
+    Args:
+        samples: Samples in a batch of this rank; None if that varies.
+        parts: Number of parts that each batch is cut into already.
+        sharing_ranks: Number of ranks that share one batch and its parts; 1 if each has its own batches.
+        batches_per_step: Gradient accumulation steps.
+        obstacle: Why batches of this loop cannot be cut into more parts; empty if they can.
+        batch_norms: The layers that would normalise over fewer samples then, by name.
     """
 
     samples: int | None = None
@@ -250,8 +271,11 @@ class TrainingMode(Event):
 
     An outlet may answer by raising `nbaccel.errors.FlagWithoutEffect`: nothing has been trained yet.
 
-    kind: one of `LoopKind`.  is_split: ranks have parts of the loop's batches.
-    in_force: settings that a library has made of the run's, or has chosen by itself, by their names in `RunOptions`.
+    Args:
+        kind: One of `LoopKind`.
+        is_split: Whether ranks have parts of the loop's batches.
+        in_force: Settings that a library has made of the run's, or has chosen by itself, by their names in
+            `RunOptions`.
     """
 
     kind: str = LoopKind.NOTHING
@@ -263,7 +287,8 @@ class TrainingMode(Event):
 class Opened(Event):
     """Something outside of the run that is written to from now on, and stays if the run is started again.
 
-    what: the name that a person would look for: "jsonl tracker in runs/digits".
+    Args:
+        what: The name that a person would look for: "jsonl tracker in runs/digits".
     """
 
     what: str = ""
@@ -273,7 +298,8 @@ class Opened(Event):
 class RecordsLost(Event):
     """Events of this rank that were overwritten before the kernel read them; reported by the kernel itself.
 
-    count: total so far.
+    Args:
+        count: Number of records that were lost so far.
     """
 
     count: int = 0
@@ -283,7 +309,8 @@ class RecordsLost(Event):
 class Restarted(Event):
     """Restart of all ranks of the run; reported by the kernel itself.
 
-    line: the reason and the changes, as shown to the user.
+    Args:
+        line: The reason and the changes, as shown to the user.
     """
 
     line: str = ""
@@ -293,7 +320,8 @@ class Restarted(Event):
 class RankRestarted(Event):
     """Start of a new process for this rank alone, after the one before died; reported by the kernel itself.
 
-    line: the end of the process, and what follows, as shown to the user.
+    Args:
+        line: The end of the process, and what follows, as shown to the user.
     """
 
     line: str = ""
@@ -303,7 +331,9 @@ class RankRestarted(Event):
 class Resumed(Event):
     """Continuation of a training from a checkpoint, because the run was started with a resume.
 
-    path: its folder.  step: optimizer steps in it.
+    Args:
+        path: Folder of the checkpoint.
+        step: Optimizer steps in it.
     """
 
     path: str = ""
@@ -314,8 +344,9 @@ class Resumed(Event):
 class Gauge(Event):
     """A value that is read from time to time rather than reported at each change.
 
-    read: returns the present value as an event, and None once there is nothing more to read. An outlet calls it a few
-    times per second from a separate thread, so it only reads: it changes nothing, and waits for nothing.
+    Args:
+        read: Returns the present value as an event, and None once there is nothing more to read. An outlet calls it a
+            few times per second from a separate thread, so it only reads: it changes nothing, and waits for nothing.
     """
 
     read: Callable[[], Event | None]
@@ -325,10 +356,11 @@ class Gauge(Event):
 class StepEntered(Event):
     """The rank is at a step boundary and about to enter a step; every collective of earlier steps is over.
 
-    step: training step about to be entered, 0-based and equal on all ranks that meet in its collectives.
-    substep: batches taken since the last training step, for loops that never train (evaluation).
-
     An outlet may answer by raising `nbaccel.errors.RunStopped`: this is where a run stops.
+
+    Args:
+        step: Training step about to be entered, 0-based and equal on all ranks that meet in its collectives.
+        substep: Batches taken since the last training step, for loops that never train (evaluation).
     """
 
     step: int
@@ -344,8 +376,9 @@ class StepsEnded(Event):
 class CallEntered(Event):
     """The rank is about to work on something that no other rank waits for: the next call of the function of a map.
 
-    done: calls that are over.  A rank that has nothing to do and looks for work is here again with the same number.
-    stop: called by an outlet whose run is being stopped; the rank then leaves before this call, not in the middle.
+    Args:
+        done: Calls that are over. A rank that has nothing to do and looks for work is here again with the same number.
+        stop: Called by an outlet whose run is being stopped; the rank then leaves before this call, not in the middle.
     """
 
     done: int
@@ -373,7 +406,8 @@ class SavesItself(Event):
 class SavingAtStop(Event):
     """The run is being stopped, and this rank writes its last checkpoint, or has finished it.
 
-    is_over: it has finished.
+    Args:
+        is_over: Whether it has finished.
     """
 
     is_over: bool = False
@@ -383,7 +417,8 @@ class SavingAtStop(Event):
 class SaveAsked(Event):
     """Another rank asks whether rank 0 has announced a save before optimizer step `step`.
 
-    answer: called by an outlet that knows that it has.
+    Args:
+        answer: Called by an outlet that knows that it has.
     """
 
     step: int
@@ -394,8 +429,10 @@ class SaveAsked(Event):
 class TimeLimit(Event):
     """Time limit that the program in this rank sets for its run; emitted when it is set, and again when it is over.
 
-    at: in the machine's `time.monotonic()`.  seconds: the limit as the program gave it.
-    take: called by an outlet that makes the run end in time; if none does, the program has to end by itself.
+    Args:
+        at: End of the time, in the machine's `time.monotonic()`.
+        seconds: The limit as the program gave it.
+        take: Called by an outlet that makes the run end in time; if none does, the program has to end by itself.
     """
 
     at: float
@@ -407,10 +444,12 @@ class TimeLimit(Event):
 class CollectiveEntered(Event):
     """The rank enters a collective of the project. Every rank enters the same ones, so counting them compares ranks.
 
-    call: the collective in words.  is_compared: the ranks compare their calls before they exchange anything.
-
     An outlet that knows of a peer which has left its exchange, or is in another one, may answer by raising
     `nbaccel.errors.PeerFailed` or `CollectiveMismatch`: nothing is sent then.
+
+    Args:
+        call: The collective in words.
+        is_compared: Whether the ranks compare their calls before they exchange anything.
     """
 
     call: str = ""
@@ -421,7 +460,8 @@ class CollectiveEntered(Event):
 class ExchangeLeft(Event):
     """An exception has ended the rank's exchange with its peers half-way, see `nbaccel.base.aborting.leave_exchange`.
 
-    call: the collective in words.
+    Args:
+        call: The collective in words.
     """
 
     call: str
@@ -431,7 +471,8 @@ class ExchangeLeft(Event):
 class GroupRenewed(Event):
     """All ranks form their process group again, after one of them had left its collectives: counting starts again.
 
-    times: number of renewals, equal on all ranks.
+    Args:
+        times: Number of renewals, equal on all ranks.
     """
 
     times: int = 0
@@ -441,9 +482,11 @@ class GroupRenewed(Event):
 class Waiting(Event):
     """The rank waits in the collective that it entered last; emitted again while that lasts.
 
-    call: the collective in words.  seconds: duration so far.
-
     An outlet that knows of a peer which will never come may answer by raising `nbaccel.errors.CollectiveMismatch`.
+
+    Args:
+        call: The collective in words.
+        seconds: Duration so far.
     """
 
     call: str
@@ -521,11 +564,12 @@ def emit(event: Event) -> None:
 def outlet(sink: Sink) -> Iterator[Sink]:
     """Send every event of this process to `sink` while the block runs; yield the previous outlet.
 
-    >>> seen = []
-    >>> with outlet(seen.append):
-    ...     emit(StepEntered(step=3))
-    >>> seen[0].step
-    3
+    Example:
+        >>> seen = []
+        >>> with outlet(seen.append):
+        ...     emit(StepEntered(step=3))
+        >>> seen[0].step
+        3
     """
     previous = reports.sink
     reports.lead_to(sink)

@@ -58,8 +58,11 @@ _SPEED_EVERY_S = 0.5
 class Mark:
     """One thing that happened at one moment.
 
-    at_s: in seconds since the run began.  kind: "oom", "checkpoint" or "restart".
-    rank: None if all ranks took part.  step: None if it belongs to no step.
+    Args:
+        at_s: Seconds since the run began.
+        kind: "oom", "checkpoint" or "restart".
+        rank: The rank that took part; None for all ranks.
+        step: The step to which it belongs; None for no step.
     """
 
     at_s: float
@@ -72,22 +75,26 @@ class Mark:
 class History:
     """The record of a run of `world_size` ranks since `began_at` on the clock that feeds it.
 
-    rows: the values that rank 0 logged, one dict per `accelerator.log`; thinned evenly if there are very many.
-    phases: parts of the run with curves of their own, oldest first; the last one is the present one.
-    memory: present use by rank; peaks are those of all attempts.  memory_bytes: use by rank over time.
-    speed: optimizer steps per second over time. The steps of these two series are milliseconds.
-    marks: single events (memory ran out, a checkpoint was saved), oldest first.
-    attempts: number of times that the ranks were started: one more after each restart for memory.
-    items: those of a map; None in other runs.
-    resumed: the checkpoint that the first attempt went on from; None if it began anew.
-    mode: how its program trains, as the ranks have reported last; None before that.
-    lost: records of the ranks that never arrived.  seconds: the time of the latest record, since the run began.
+    Attributes:
+        rows: The values that rank 0 logged, one dict per `accelerator.log`; thinned evenly if there are very many.
+        phases: Parts of the run with curves of their own, oldest first; the last one is the present one.
+        memory: Present use by rank; peaks are those of all attempts.
+        memory_bytes: Use by rank over time.
+        speed: Optimizer steps per second over time. The steps of these two series are milliseconds.
+        marks: Single events (memory ran out, a checkpoint was saved), oldest first.
+        attempts: Number of times that the ranks were started: one more after each restart for memory.
+        items: Counts of the items of a map; None in other runs.
+        resumed: The checkpoint that the first attempt went on from; None if it began anew.
+        mode: How the program trains, as the ranks have reported last; None before that.
+        lost: Records of the ranks that never arrived.
+        seconds: The time of the latest record, since the run began.
 
-    >>> history = History(2)
-    >>> for rank in (0, 1):
-    ...     history.feed(rank, 0.5, Loss(1.0 + rank, step=0))
-    >>> history.curve("loss").mean, history.curve("loss", rank=1).mean
-    ((1.5,), (2.0,))
+    Example:
+        >>> history = History(2)
+        >>> for rank in (0, 1):
+        ...     history.feed(rank, 0.5, Loss(1.0 + rank, step=0))
+        >>> history.curve("loss").mean, history.curve("loss", rank=1).mean
+        ((1.5,), (2.0,))
     """
 
     def __init__(self, world_size: int = 1, began_at: float = 0.0) -> None:
@@ -340,7 +347,7 @@ class History:
         """Return one curve of the present phase: of one rank, or the mean over ranks.
 
         Raises:
-            KeyError: nothing of that name was logged.
+            KeyError: Nothing of that name was logged.
         """
         series = self.phase.series.get(name)
         if series is None:
@@ -353,8 +360,9 @@ class History:
         Curves have "step", "mean", "min" and "max", over all ranks, and under "ranks" for each rank. Memory is in
         bytes, times are in seconds since the run began.
 
-        >>> History(2).to_dict()["phases"]
-        [{'name': '', 'began_s': 0.0, 'steps': 0, 'curves': {}}]
+        Example:
+            >>> History(2).to_dict()["phases"]
+            [{'name': '', 'began_s': 0.0, 'steps': 0, 'curves': {}}]
         """
         return {
             "world_size": self.world_size,
@@ -383,10 +391,11 @@ class History:
     def to_pandas(self, rank: int | None = None) -> Any:
         """Return all curves as a `pandas.DataFrame`: a row for each phase and step, a column for each name.
 
-        rank: the rank to read; None for the mean over ranks.
+        Args:
+            rank: The rank to read; None for the mean over ranks.
 
         Raises:
-            ImportError: pandas is not installed; `to_dict` works without it.
+            ImportError: The library pandas is not installed; `to_dict` works without it.
         """
         pandas = import_pandas("to_dict() gives the same numbers")
         frames = []
@@ -408,7 +417,8 @@ class History:
         stands for several steps; it names the first of them, and its numbers are their means. `rows` has every value
         that rank 0 logged.
 
-        rank: the rank to read; None for the mean over ranks.
+        Args:
+            rank: The rank to read; None for the mean over ranks.
         """
         names = list(dict.fromkeys(name for phase in self.phases for name in phase.series))
         with open(path, "w", encoding="utf-8", newline="") as file:
@@ -454,10 +464,11 @@ class Rows(Sequence[dict[str, Any]]):
     Beyond 12,000 rows, or 48,000 values, every second row is dropped, and from then on only every second new row is
     kept; the next time every fourth, and so on. The first and the last row are always there.
 
-    >>> rows = Rows()
-    >>> rows.add(0, {"loss": 1.0}); rows.add(1, {"loss": 0.5})
-    >>> list(rows)
-    [{'step': 0, 'loss': 1.0}, {'step': 1, 'loss': 0.5}]
+    Example:
+        >>> rows = Rows()
+        >>> rows.add(0, {"loss": 1.0}); rows.add(1, {"loss": 0.5})
+        >>> list(rows)
+        [{'step': 0, 'loss': 1.0}, {'step': 1, 'loss': 0.5}]
     """
 
     def __init__(self, most_rows: int = _MOST_ROWS, most_values: int = _MOST_VALUES) -> None:
@@ -525,8 +536,10 @@ class Rows(Sequence[dict[str, Any]]):
 class Usage:
     """Bytes of the memory that a rank runs out of first: its device's, or the host's for a rank without a device.
 
-    is_device: the memory is the device's.  used_bytes: on a device the bytes that the allocator has reserved, since
-    others cannot have these.  limit_bytes: 0 if unknown.
+    Args:
+        is_device: Whether the memory is the device's.
+        used_bytes: On a device the bytes that the allocator has reserved, since others cannot have these.
+        limit_bytes: Limit of the memory; 0 if unknown.
     """
 
     is_device: bool
@@ -538,8 +551,9 @@ class Usage:
     def of(cls, memory: Memory) -> Usage:
         """Return the usage of the device, or of the host for a rank without a device.
 
-        >>> Usage.of(Memory(host_bytes=5, host_peak_bytes=7))
-        Usage(is_device=False, used_bytes=5, peak_bytes=7, limit_bytes=0)
+        Example:
+            >>> Usage.of(Memory(host_bytes=5, host_peak_bytes=7))
+            Usage(is_device=False, used_bytes=5, peak_bytes=7, limit_bytes=0)
         """
         if memory.device_bytes is None:
             used = memory.host_bytes
@@ -561,10 +575,11 @@ class Usage:
 def import_pandas(instead: str) -> Any:
     """Return the module pandas.
 
-    instead: the end of the error where it is not installed, such as "table() gives the same numbers".
+    Args:
+        instead: The end of the error where it is not installed, such as "table() gives the same numbers".
 
     Raises:
-        ImportError: pandas is not installed.
+        ImportError: The library pandas is not installed.
     """
     try:
         return import_module("pandas")

@@ -44,7 +44,9 @@ TICK_SLACK_S = 0.1
 class RunView(Listener):
     """The view of a run of `world_size` ranks on `screen`.
 
-    history: the reports so far.  seconds, state: the duration and the end, once the run is over.
+    Attributes:
+        history: The reports so far.
+        seconds, state: The duration and the end, once the run is over.
     """
 
     def __init__(
@@ -101,8 +103,11 @@ class RunView(Listener):
     ) -> None:
         """End the view, and show the result that stays. An error in that does not harm the run.
 
-        word: "done", "failed" or "stopped".  seconds: `elapsed_s` by then.  error: the exception of the run, which
-        began in `rank`.  sentence: how the run ended, which is also written as a line; empty for the usual one.
+        Args:
+            word: "done", "failed" or "stopped".
+            seconds: The value of `elapsed_s` at the end.
+            error: The exception of the run, which began in `rank`.
+            sentence: How the run ended, which is also written as a line; empty for the usual one.
         """
         self.seconds = seconds
         why = "" if error is None or word != "failed" else failure_in_a_line(error, rank)
@@ -140,12 +145,16 @@ class RunView(Listener):
 
 
 def failure_in_a_line(error: BaseException, rank: int | None = None) -> str:
-    """Return the first line of an error, shortened.  rank: the one in which it began; None for all, or no rank.
+    """Return the first line of an error, shortened.
 
-    >>> failure_in_a_line(ValueError("11 classes\\nin the last batch"), rank=1)
-    'rank 1, ValueError: 11 classes'
-    >>> failure_in_a_line(RuntimeError("no rank goes on:\\n  rank 0: line 3"))
-    'RuntimeError: no rank goes on'
+    Args:
+        rank: The rank in which the error began; None for all, or no rank.
+
+    Example:
+        >>> failure_in_a_line(ValueError("11 classes\\nin the last batch"), rank=1)
+        'rank 1, ValueError: 11 classes'
+        >>> failure_in_a_line(RuntimeError("no rank goes on:\\n  rank 0: line 3"))
+        'RuntimeError: no rank goes on'
     """
     lines = str(error).strip().splitlines()
     name = type(error).__name__ if rank is None else f"rank {rank}, {type(error).__name__}"
@@ -157,8 +166,9 @@ class PanelSink:
 
     This class displays the states as they are; code that knows widgets can show them in an element that can be clicked.
 
-    >>> PanelSink().show({"text/plain": "running"})
-    {'text/plain': 'running'}
+    Example:
+        >>> PanelSink().show({"text/plain": "running"})
+        {'text/plain': 'running'}
     """
 
     @property
@@ -184,8 +194,12 @@ def _at_once(draw: Callable[[], None]) -> None:
 class DisplaySlot:
     """One display of the notebook.
 
-    cell: identifies the cell.  when_it_ends: calls its argument once, when the cell has ended.
-    is_open: something is shown there.
+    Args:
+        cell: What identifies the cell.
+        when_it_ends: A function that calls its argument once, when the cell has ended.
+
+    Attributes:
+        is_open: Whether something is shown there.
     """
 
     def __init__(self, cell: str | None = None, when_it_ends: Callable[[Callable[[], None]], None] = _at_once) -> None:
@@ -206,7 +220,8 @@ class DisplaySlot:
     def show_too(self, screen: Screen, now: Mapping[str, Any]) -> None:
         """Show the content in another cell as well, and update both from now on; do nothing if nothing is shown yet.
 
-        now: replaces the content that was displayed here last, type by type.
+        Args:
+            now: Content that replaces the one that was displayed here last, type by type.
         """
         if self.is_open:
             screen.publish({"kind": "display", **self._latest, "data": {**self._latest["data"], **now}})
@@ -227,7 +242,9 @@ class DisplaySlot:
     ) -> None:
         """Conclude several runs that went side by side: show one picture of all.
 
-        runs: each with its duration and its end.  table: replaces the picture if no run has a curve; its text always.
+        Args:
+            runs: The runs, each with its duration and its end.
+            table: Replaces the picture if no run has a curve; its text always.
         """
         for panel, seconds, state in runs:
             self.comparison.finish(panel, seconds, state)
@@ -261,7 +278,8 @@ def kept(
 ) -> Picture:
     """Return the picture of a run that is over.
 
-    names: the curves to draw; None for those that were chosen for the run.
+    Args:
+        names: The curves to draw; None for those that were chosen for the run.
     """
     title = ", ".join(filter(None, [f"{facts.title}: {state.sentence}", facts.setting_of(history)]))
     figure = draw(history, facts, names=names, title=title, ground=ANY_GROUND)

@@ -35,11 +35,13 @@ __all__ = [
 class RunFacts:
     """Facts that are settled before the run begins.
 
-    title: the name of what runs, "Cell In[5]".  setting: in words, "2 x Tesla T4, seed 3".
-    of_prepared: settings of a prepared loop, in words: "fp16, accumulate 4".
-    devices: by rank, "GPU 0"; empty for ranks on the host.
-    plots: the curves to draw, "loss"; empty for the loss, or the first curve if there is none.
-    of_unmodified: settings of an unmodified loop, in words.
+    Args:
+        title: The name of what runs, "Cell In[5]".
+        setting: The setting in words, "2 x Tesla T4, seed 3".
+        of_prepared: Settings of a prepared loop, in words: "fp16, accumulate 4".
+        devices: The device of each rank, "GPU 0"; empty for ranks on the host.
+        plots: The curves to draw, "loss"; empty for the loss, or the first curve if there is none.
+        of_unmodified: Settings of an unmodified loop, in words.
     """
 
     title: str = "run"
@@ -52,14 +54,15 @@ class RunFacts:
     def setting_of(self, history: History) -> str:
         """Return the setting as far as it is in force, and how the program trains, as far as that is known.
 
-        >>> from nbaccel.base.events import LoopKind, TrainingMode
-        >>> history, facts = History(2), RunFacts(setting="2 ranks on the CPU", of_prepared="bf16")
-        >>> history.feed(0, 1.0, TrainingMode(LoopKind.UNMODIFIED, is_split=True))
-        >>> facts.setting_of(history)
-        '2 ranks on the CPU, batches of this loop are split'
-        >>> history.feed(0, 2.0, TrainingMode(LoopKind.PREPARED))
-        >>> facts.setting_of(history)
-        '2 ranks on the CPU, each rank has its own batches: prepared, bf16'
+        Example:
+            >>> from nbaccel.base.events import LoopKind, TrainingMode
+            >>> history, facts = History(2), RunFacts(setting="2 ranks on the CPU", of_prepared="bf16")
+            >>> history.feed(0, 1.0, TrainingMode(LoopKind.UNMODIFIED, is_split=True))
+            >>> facts.setting_of(history)
+            '2 ranks on the CPU, batches of this loop are split'
+            >>> history.feed(0, 2.0, TrainingMode(LoopKind.PREPARED))
+            >>> facts.setting_of(history)
+            '2 ranks on the CPU, each rank has its own batches: prepared, bf16'
         """
         mode = history.mode
         words = [self.setting]
@@ -76,8 +79,9 @@ class RunFacts:
     def shown(self, names: list[str]) -> list[str]:
         """Return those of the curves `names` that are to be drawn.
 
-        >>> RunFacts().shown(["lr", "train_loss"]), RunFacts(plots=("acc",)).shown(["loss"])
-        (['train_loss'], ['acc'])
+        Example:
+            >>> RunFacts().shown(["lr", "train_loss"]), RunFacts(plots=("acc",)).shown(["loss"])
+            (['train_loss'], ['acc'])
         """
         if self.plots:
             return list(self.plots)
@@ -97,13 +101,16 @@ def _mode_words(mode: TrainingMode, world_size: int) -> str:
 class RunState:
     """State of a run in one word, and its end in a sentence.
 
-    word: "running", "stopping", "done", "failed" or "stopped".  sentence: empty while the run goes on.
-    is_written: the sentence is also written as a line, however short the run was.
-    bars: the progress bars that its ranks draw now, a row each; an empty row keeps the place of one that is over.
-    hint: a possible action, "Stop: interrupt the kernel".
+    Args:
+        word: "running", "stopping", "done", "failed" or "stopped".
+        sentence: How the run ended; empty while it goes on.
+        is_written: Whether the sentence is also written as a line, however short the run was.
+        bars: The progress bars that its ranks draw now, a row each; an empty row keeps the place of one that is over.
+        hint: What the user may do, "Stop: interrupt the kernel".
 
-    >>> RunState("done", "done in 0:41, 500 steps").is_over
-    True
+    Example:
+        >>> RunState("done", "done in 0:41, 500 steps").is_over
+        True
     """
 
     word: str
@@ -120,14 +127,17 @@ class RunState:
     def ended(cls, word: str, seconds: float, steps: int, why: str = "", attempts: int = 1, kept: int = 0) -> RunState:
         """Return the state of a run that ended: its duration with all attempts, and the reason unless all is well.
 
-        steps: the steps that the run has done and not lost.  kept: of these, steps of earlier attempts.
+        Args:
+            steps: The steps that the run has done and not lost.
+            kept: Of these, steps of earlier attempts.
 
-        >>> RunState.ended("done", 41.0, 500).sentence
-        'done in 0:41, 500 steps'
-        >>> RunState.ended("done", 41.0, 500, attempts=3).sentence
-        'done in 0:41, 500 steps in the last of 3 attempts'
-        >>> RunState.ended("failed", 2.0, 0, "rank 1, ValueError: 11 classes").sentence
-        'failed after 2.0 s: rank 1, ValueError: 11 classes'
+        Example:
+            >>> RunState.ended("done", 41.0, 500).sentence
+            'done in 0:41, 500 steps'
+            >>> RunState.ended("done", 41.0, 500, attempts=3).sentence
+            'done in 0:41, 500 steps in the last of 3 attempts'
+            >>> RunState.ended("failed", 2.0, 0, "rank 1, ValueError: 11 classes").sentence
+            'failed after 2.0 s: rank 1, ValueError: 11 classes'
         """
         sentence = f"{word} {'in' if word == 'done' else 'after'} {duration(seconds)}"
         done = plural(steps, "step") if steps else ""
@@ -152,11 +162,12 @@ _BOOKKEEPING = ("epoch", "runtime", "per_second", "flos", "grad_norm", "learning
 def line(history: History, facts: RunFacts, seconds: float, state: RunState = RUNNING) -> str:
     """Return the run in one line.
 
-    >>> from nbaccel.base.events import Metric
-    >>> history = History(1)
-    >>> history.feed(0, 1.0, Metric({"acc": 0.5}, step=3))
-    >>> line(history, RunFacts("Cell In[5]"), seconds=12.0)
-    '4 steps, acc 0.5000, 0:12'
+    Example:
+        >>> from nbaccel.base.events import Metric
+        >>> history = History(1)
+        >>> history.feed(0, 1.0, Metric({"acc": 0.5}, step=3))
+        >>> line(history, RunFacts("Cell In[5]"), seconds=12.0)
+        '4 steps, acc 0.5000, 0:12'
     """
     words = [state.sentence] if state.sentence else []
     words += _where_now(history, state)
@@ -324,8 +335,9 @@ def not_finite_words(series: Series) -> str:
 def _memory_words(usage: Usage, device: str, with_peak: bool = False) -> str:
     """Return the memory of a device in words.
 
-    >>> _memory_words(Usage(True, 9_100_000_000, 11_200_000_000, 14_700_000_000), "GPU 0", with_peak=True)
-    'GPU 0 9.1 of 14.7 GB, peak 11.2 GB'
+    Example:
+        >>> _memory_words(Usage(True, 9_100_000_000, 11_200_000_000, 14_700_000_000), "GPU 0", with_peak=True)
+        'GPU 0 9.1 of 14.7 GB, peak 11.2 GB'
     """
     used = gigabytes(usage.used_bytes)
     if usage.limit_bytes:

@@ -307,7 +307,11 @@ def _missing_value(ended: RankResults) -> ResultsMissing | None:
 def _launch_inline(
     spec: LaunchSpec, survey: Survey, check: bool = True, news: str = "", origin: RunOrigin = NO_ORIGIN
 ) -> Run:
-    """Run a function in this process.  news: a line to print about that; empty for none."""
+    """Run a function in this process.
+
+    Args:
+        news: A line to print about that; empty for none.
+    """
     launcher, start = default_launcher(), spec.start
     error: BaseException | None = None
     post_mortem: PostMortem | None = None

@@ -55,13 +55,14 @@ __all__ = [
 def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
     """Run the task in this process; its error is raised.
 
-    listeners: receive its reports, as those of rank 0.
-
     The environment is restored afterwards. Device memory that the task took stays with the kernel.
 
+    Args:
+        listeners: What receives its reports, as those of rank 0.
+
     Raises:
-        KeyboardInterrupt: the user has stopped it, see `InlineStop`.
-        RunStopped: it reached a time limit of its own.
+        KeyboardInterrupt: The user has stopped it, see `InlineStop`.
+        RunStopped: It reached a time limit of its own.
     """
     stop, flags = InlineStop(_say), FlagWatch()
     with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop, flags):
@@ -91,8 +92,10 @@ def ends_its_group(launcher: Launcher) -> Iterator[None]:
 
     A group that existed before is kept, and so is the group of a process that torchrun, or another launcher, has
     started: it is one of several.
-    launcher: keeps a reference to the group. Gloo's threads may still hold it, and its destructor, which is called with
-    the last reference, would wait for them.
+
+    Args:
+        launcher: The launcher, which keeps a reference to the group. Gloo's threads may still hold it, and its
+            destructor, which is called with the last reference, would wait for them.
     """
     before = _default_group()
     try:
@@ -116,7 +119,10 @@ def post_mortem_here(title: str, error: BaseException, task: Task) -> PostMortem
     """Return the record of a run in this process that `error` has just ended, while the user's names still exist.
 
     None if that is the planned end at a limit of its own, or where the record cannot be made: a post-mortem must not
-    change how the run ends.  title: the run in words.
+    change how the run ends.
+
+    Args:
+        title: The run in words.
     """
     if isinstance(error, RunStopped):
         return None
@@ -172,7 +178,9 @@ def _workers_are_forked() -> Iterator[None]:
 def _heard(listeners: Sequence[Listener], steps: Sink, flags: FlagWatch) -> Iterator[None]:
     """Feed `listeners` with the reports of this process while the block runs, in the calling thread.
 
-    steps: receives each report first, and may raise.  flags: learns how the program trains.
+    Args:
+        steps: What receives each report first, and may raise.
+        flags: What learns how the program trains.
     """
     rings = Rings()
     telemetry = Telemetry(rings, listeners, _say)
@@ -210,15 +218,18 @@ class InlineStop:
     program outside of any step is interrupted after a second, and a step that takes too long is interrupted too. The
     second interrupt acts at once.
 
-    notice: shows one line of the project to the user; called by another thread.
-    has_acted: an interrupt was raised in the user's code.
-
     Interrupts act in the user's code alone, the block of `acts`. An interrupt that comes while the run is set up or
     cleaned up is kept until that is done. A program that catches its `KeyboardInterrupt` goes on, as it would without
     this class, and the next interrupt acts at once.
 
     Only the main thread can be interrupted. A handler that other code has installed, or an ignored SIGINT, is left as
     it is.
+
+    Args:
+        notice: A function that shows one line of the project to the user; called by another thread.
+
+    Attributes:
+        has_acted: Whether an interrupt was raised in the user's code.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
@@ -279,7 +290,7 @@ class InlineStop:
         """Receive interrupts while the block runs.
 
         Raises:
-            KeyboardInterrupt: an interrupt came that did not reach the user's code.
+            KeyboardInterrupt: An interrupt came that did not reach the user's code.
         """
         previous = signal.getsignal(signal.SIGINT)
         is_ours = isinstance(getattr(previous, "__self__", None), InlineStop)  # the handler of a run around this one
@@ -309,7 +320,7 @@ class InlineStop:
         """Mark the block as the user's code.
 
         Raises:
-            KeyboardInterrupt: an interrupt has stopped it, at a step or anywhere.
+            KeyboardInterrupt: An interrupt has stopped it, at a step or anywhere.
         """
         self._is_open = True
         try:

@@ -49,14 +49,17 @@ _FIRST_LINE = 80
 class LaunchPlan:
     """One planned run.
 
-    precision_reason: empty if it was not decided here.
-    bytes_to_copy: bytes that are sent to ranks that are no copy of the kernel.  bytes_of_each: those that each rank
-    builds anew, since only memory of tensors and arrays is shared.  bytes_on_device: those that are on devices now.
-    models: those that earlier cells have put on devices, if the ranks need them.
-    stays: the ranks exist already, and stay.
-    own_devices: each rank sees only its own GPUs.  first_card: see `Task`.
-    own, words: what was written for this run alone, and its words, see `given_flags`; None for a run that trains
-    nothing by flags.
+    Args:
+        precision_reason: Why the precision was chosen; empty if it was not decided here.
+        bytes_to_copy: Bytes that are sent to ranks that are no copy of the kernel.
+        bytes_of_each: Bytes that each rank builds anew, since only memory of tensors and arrays is shared.
+        bytes_on_device: Bytes that are on devices now.
+        models: Models that earlier cells have put on devices, if the ranks need them.
+        stays: Whether the ranks exist already, and stay.
+        own_devices: Whether each rank sees only its own GPUs.
+        first_card: See `Task`.
+        own, words: What was written for this run alone, and its words, see `given_flags`; None for a run that trains
+            nothing by flags.
     """
 
     options: RunOptions
@@ -81,10 +84,11 @@ class LaunchPlan:
     ) -> LaunchPlan:
         """Decide the run of `options` on this machine, in this process; the precision is the one of `options`.
 
-        since: the cell from which on forks fail, if they do and it is known.
+        Args:
+            since: The cell from which on forks fail, if they do and it is known.
 
         Raises:
-            LaunchRefused: the machine or the process cannot do what was asked; the message says what is possible.
+            LaunchRefused: The machine or the process cannot do what was asked; the message says what is possible.
         """
         devices = devices_of(options, survey)
         values = task.values_to_send()
@@ -141,10 +145,11 @@ class LaunchPlan:
     ) -> LaunchPlan:
         """Decide the run of a cell, see `of`, and what its flags left open.
 
-        own: what its own line says; None for nothing.
+        Args:
+            own: What the cell's own line says; None for nothing.
 
         Raises:
-            LaunchRefused: the machine or the notebook cannot do what was asked; the message says what is possible.
+            LaunchRefused: The machine or the notebook cannot do what was asked; the message says what is possible.
         """
         refuse_a_crowd(devices_of(options, survey).num_processes, survey)
         plan = cls.of(replace(options, mixed_precision=None), task, survey, here, since)
@@ -160,7 +165,11 @@ class LaunchPlan:
         return replace(plan, options=options, settings=settings, precision_reason=reason, own=own or RunOptions())
 
     def spec(self, task: Task, setup: str | None, wants_results: bool = False) -> LaunchSpec:
-        """Return the spec of the run.  wants_results: a failing run waits for the results of the task."""
+        """Return the spec of the run.
+
+        Args:
+            wants_results: Whether a failing run waits for the results of the task.
+        """
         task.flags = self.flags
         return LaunchSpec(
             task=task,
@@ -307,13 +316,17 @@ class ScriptPlan:
 
     @classmethod
     def of(cls, options: RunOptions, survey: Survey, threads: int | None = None) -> ScriptPlan:
-        """Decide the run of `options` on this machine.  threads: CPU threads of each rank, if they were chosen.
+        """Decide the run of `options` on this machine.
+
+        Args:
+            threads: CPU threads of each rank, if they were chosen.
 
         Raises:
-            LaunchRefused: the machine cannot do what was asked; the message says what is possible.
+            LaunchRefused: The machine cannot do what was asked; the message says what is possible.
 
-        >>> str(ScriptPlan.of(RunOptions(num_processes=2, cpu=True), Survey(cpu_count=4)).devices)
-        '2 ranks on the CPU'
+        Example:
+            >>> str(ScriptPlan.of(RunOptions(num_processes=2, cpu=True), Survey(cpu_count=4)).devices)
+            '2 ranks on the CPU'
         """
         devices = devices_of(options, survey)
         devices = replace(devices, gpus=devices.gpus[: devices.num_processes])  # all ranks see the same ones there
@@ -331,9 +344,10 @@ def refuse_a_crowd(num_processes: int, survey: Survey) -> None:
     """Refuse a number of ranks that can only be a mistake.
 
     Raises:
-        LaunchRefused: so many ranks share so few cores that the number can only be a mistake.
+        LaunchRefused: So many ranks share so few cores that the number can only be a mistake.
 
-    >>> refuse_a_crowd(32, Survey(cpu_count=2))
+    Example:
+        >>> refuse_a_crowd(32, Survey(cpu_count=2))
     """
     cores, most = survey.cpu_count, survey.cpu_count * _RANKS_PER_CORE
     if num_processes > max(most, len(survey.gpus)):
@@ -356,7 +370,7 @@ def choose_precision(asked: str | None, devices: Devices) -> tuple[str, str]:
         devices: Those of the run.
 
     Raises:
-        LaunchRefused: bf16 on a GPU that only emulates it.
+        LaunchRefused: Bf16 on a GPU that only emulates it.
     """
     gpu = devices.weakest_gpu
     if asked is None or asked == AUTO:
@@ -370,7 +384,11 @@ def choose_precision(asked: str | None, devices: Devices) -> tuple[str, str]:
 
 
 def settings_of(options: RunOptions, precision: str | None) -> RunSettings:
-    """Return the settings that `options` choose for every rank.  precision: that of the devices; None: not chosen."""
+    """Return the settings that `options` choose for every rank.
+
+    Args:
+        precision: The precision for the devices; None if it was not chosen.
+    """
     return RunSettings(
         mixed_precision=precision,
         raw_precision=_raw_precision(options, precision),
@@ -392,7 +410,8 @@ def settings_of(options: RunOptions, precision: str | None) -> RunSettings:
 def _raw_precision(options: RunOptions, precision: str | None) -> str | None:
     """Return the precision that a loop which prepares nothing computes in; None for that in which it is written.
 
-    precision: what "auto" means here. What nobody chose holds for what is prepared alone.
+    Args:
+        precision: What "auto" means here. What nobody chose holds for what is prepared alone.
     """
     return None if options.mixed_precision is None or precision == "no" else precision
 

@@ -56,10 +56,13 @@ OF_WHICH = (
 class Offer:
     """A value that a setting may take.
 
-    note: its meaning here or the reason against it, half a sentence.  is_refused: the next cell would not start.
+    Args:
+        note: What the value means here, or the reason against it, half a sentence.
+        is_refused: Whether the next cell would not start.
 
-    >>> str(Offer("bf16", "Tesla T4 has no bf16 units", is_refused=True))
-    'bf16 (not here: Tesla T4 has no bf16 units)'
+    Example:
+        >>> str(Offer("bf16", "Tesla T4 has no bf16 units", is_refused=True))
+        'bf16 (not here: Tesla T4 has no bf16 units)'
     """
 
     value: str
@@ -129,8 +132,9 @@ def world_size(options: RunOptions, survey: Survey) -> int:
 def effective_batch_size(batch_size: int, world_size: int, accumulate: int) -> str:
     """Return the number of samples of one optimizer step: per device x devices x batches per step.
 
-    >>> effective_batch_size(32, 2, 4)
-    '32 x 2 x 4 = 256'
+    Example:
+        >>> effective_batch_size(32, 2, 4)
+        '32 x 2 x 4 = 256'
     """
     return f"{batch_size} x {world_size} x {accumulate} = {batch_size * world_size * accumulate}"
 

@@ -44,7 +44,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One word after `%accelerate`.  run: gets the rest of the line."""
+    """One word after `%accelerate`.
+
+    Args:
+        run: The function that gets the rest of the line.
+    """
 
     name: str
     run: Callable[[str], Any]
@@ -64,10 +68,11 @@ def bare(name: str, act: Callable[[], Any]) -> Command:
 class Commands:
     """The commands of one notebook.
 
-    >>> commands = Commands([bare("hello", lambda: print("hi"))], lambda: print("nothing said"))
-    >>> commands.run("hello"); commands.run("")
-    hi
-    nothing said
+    Example:
+        >>> commands = Commands([bare("hello", lambda: print("hi"))], lambda: print("nothing said"))
+        >>> commands.run("hello"); commands.run("")
+        hi
+        nothing said
     """
 
     def __init__(self, commands: Iterable[Command], otherwise: Callable[[], Any]) -> None:
@@ -82,7 +87,7 @@ class Commands:
         """Run the line after `%accelerate`; return its result.
 
         Raises:
-            UsageError: it begins with no command, or its command cannot be carried out.
+            UsageError: It begins with no command, or its command cannot be carried out.
         """
         word, _, rest = line.strip().partition(" ")
         if not word:
@@ -98,8 +103,9 @@ class Commands:
 def _either(words: Sequence[str]) -> str:
     """Join words by commas and a final "or".
 
-    >>> _either(["config", "doctor", "memory"])
-    'config, doctor or memory'
+    Example:
+        >>> _either(["config", "doctor", "memory"])
+        'config, doctor or memory'
     """
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
@@ -161,7 +167,8 @@ _RANK = "--rank"
 def _stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Command]:
     """Return `start`, `push`, `pull` and `restart` of one notebook: they read the arguments, its `stay` does the work.
 
-    parser: of the flags.
+    Args:
+        parser: The parser of the flags.
     """
 
     def start(rest: str) -> None:
@@ -202,8 +209,9 @@ def _names(command: str, text: str) -> tuple[str, ...]:
 def _split_rank(text: str) -> tuple[str, int]:
     """Split the rank off: `y --rank 1` is y of rank 1, `y` is y of rank 0.
 
-    >>> _split_rank("y,z --rank 1"), _split_rank("y")
-    (('y,z', 1), ('y', 0))
+    Example:
+        >>> _split_rank("y,z --rank 1"), _split_rank("y")
+        (('y,z', 1), ('y', 0))
     """
     words = text.replace("=", " ").split()
     if _RANK not in words:
@@ -262,7 +270,7 @@ class ConfigCommand:
         """Carry out KEY=VALUE …, `--save`, or both; without words show the present choices.
 
         Raises:
-            UsageError: one of them is wrong, and nothing was changed; the file cannot be read or written; or this
+            UsageError: One of them is wrong, and nothing was changed; the file cannot be read or written; or this
                 is a rank.
         """
         if World.from_env().launch_id:
@@ -302,11 +310,16 @@ class ConfigCommand:
 def _status_line(survey: Survey, config: RunOptions, last_run: LastRun | None, stay: str = "") -> str:
     """Return the devices and settings of a cell without flags, and how the last run went.
 
-    stay: the persistent ranks in words; empty without any.
+    Args:
+        stay: The persistent ranks in words; empty without any.
 
-    >>> _status_line(Survey(), RunOptions(mixed_precision="bf16", accumulate=4), None)
-    'next cell: 1 rank on the CPU; a prepared loop: precision bf16, accumulate 4; an unmodified one computes and steps \
-as it is written; no run yet'
+    Example:
+        >>> line = _status_line(Survey(), RunOptions(mixed_precision="bf16", accumulate=4), None)
+        >>> print(*line.split("; "), sep="\\n")
+        next cell: 1 rank on the CPU
+        a prepared loop: precision bf16, accumulate 4
+        an unmodified one computes and steps as it is written
+        no run yet
     """
     return f"next cell: {stay or next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
 

@@ -60,9 +60,12 @@ _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 class Form:
     """The form of a notebook, which can be displayed several times; all its displays show the same.
 
-    widget: the whole form.
-    survey: examines the machine, each time the form is displayed.
-    batch_size: initial value of the formula, samples per device and batch.
+    Args:
+        survey: A function that examines the machine, each time the form is displayed.
+        batch_size: Initial value of the formula, samples per device and batch.
+
+    Attributes:
+        widget: The whole form.
     """
 
     def __init__(self, configuration: Configuration, survey: Callable[[], Survey], batch_size: int) -> None:
@@ -136,7 +139,8 @@ class Form:
     def _attempt(self, action: Callable[[], str | None], field: Field | None = None) -> None:
         """Run `action`; show its result, or why it failed.
 
-        field: the field whose value is concerned, below which the message is shown.
+        Args:
+            field: The field whose value is concerned, below which the message is shown.
         """
         trouble = answer = ""
         try:
@@ -224,7 +228,8 @@ class Number(Field):
 class Entry(Field):
     """A text that a person types; empty for the default, which the placeholder names.
 
-    offers: the first is the default, the others are proposed during typing.
+    Args:
+        offers: The first is the default, the others are proposed during typing.
     """
 
     def __init__(self, key: str, label: str, offers: Offers) -> None:

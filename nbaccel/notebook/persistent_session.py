@@ -75,8 +75,11 @@ class EditedModules:
 class PersistentSession:
     """The persistent ranks of one notebook, if there are any.
 
-    names: the notebook's.  launcher, survey: return what a start needs.  say: prints one line for the user.
-    cell_of: returns the cell that a reason why forks fail comes from.
+    Args:
+        names: The names of the notebook.
+        launcher, survey: Functions that return what a start needs.
+        say: A function that prints one line for the user.
+        cell_of: A function that returns the cell that a reason why forks fail comes from.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class PersistentSession:
         """Return the ranks.
 
         Raises:
-            UsageError: there are none.
+            UsageError: There are none.
         """
         if self._persistent is None or not self.is_on:
             raise UsageError("no ranks stay: %accelerate start makes some, and so does --keep in a cell.")
@@ -131,7 +134,7 @@ class PersistentSession:
         """Start persistent ranks.
 
         Raises:
-            LaunchRefused: there are some already; or the flags are those of a cell, or not possible here.
+            LaunchRefused: There are some already; or the flags are those of a cell, or not possible here.
         """
         refuse_nested_launch()
         if self.is_on:
@@ -166,7 +169,7 @@ class PersistentSession:
         """End the ranks, and start others with the same flags.
 
         Raises:
-            UsageError: there were none.
+            UsageError: There were none.
         """
         refuse_nested_launch()
         if self._persistent is None:
@@ -181,7 +184,7 @@ class PersistentSession:
         """End the ranks.
 
         Raises:
-            UsageError: there are none.
+            UsageError: There are none.
         """
         size, lost = self.persistent.spec.world_size, self._lost()
         self.persistent.close(RunObservers(ConsoleScreen()))
@@ -204,10 +207,12 @@ class PersistentSession:
     ) -> tuple[PersistentRun, LaunchPlan, CellTask]:
         """Return the persistent ranks for a cell, its plan and its task.
 
-        asked: the options of the cell's own line.  options: the same, completed by the notebook's configuration.
+        Args:
+            asked: The options of the cell's own line.
+            options: The same, completed by the notebook's configuration.
 
         Raises:
-            LaunchRefused: it cannot run there.
+            LaunchRefused: It cannot run there.
         """
         persistent, plan = self.persistent, self._plan
         assert plan is not None
@@ -281,7 +286,7 @@ class PersistentSession:
         """Give all ranks the notebook's values.
 
         Raises:
-            CannotSend: one of them cannot be sent, and none was sent.
+            CannotSend: One of them cannot be sent, and none was sent.
         """
         persistent = self.persistent
         if trouble := persistent.trouble:
@@ -300,8 +305,8 @@ class PersistentSession:
         """Bring one rank's values into the notebook, by the rules of `--out`.
 
         Raises:
-            LaunchRefused: the rank is gone.
-            ResultsMissing: the rank does not have the name, or cannot send it; values that came are in the notebook.
+            LaunchRefused: The rank is gone.
+            ResultsMissing: The rank does not have the name, or cannot send it; values that came are in the notebook.
         """
         persistent, size = self.persistent, self.persistent.spec.world_size
         if rank not in persistent.alive:
@@ -382,7 +387,9 @@ def _private_bytes(pid: int) -> int:
 class PersistentRun:
     """The persistent ranks of one cell: all of them, or some. It runs a spec as a `Launcher` would.
 
-    title: the cell in words.  excluded_ranks: ranks that take no part.
+    Args:
+        title: The cell in words.
+        excluded_ranks: Ranks that take no part.
     """
 
     persistent: PersistentWorkers
@@ -420,8 +427,9 @@ def clock(at: float) -> str:
 def _number_of_ranks(count: int) -> str:
     """Format a number of ranks.
 
-    >>> _number_of_ranks(1), _number_of_ranks(2)
-    ('1 rank', '2 ranks')
+    Example:
+        >>> _number_of_ranks(1), _number_of_ranks(2)
+        ('1 rank', '2 ranks')
     """
     return f"{count} rank{'s' * (count > 1)}"
 
@@ -457,7 +465,7 @@ def _refuse_flags_of_a_cell(options: RunOptions) -> None:
     """Refuse flags of a cell in a start.
 
     Raises:
-        LaunchRefused: a start was given what only a cell can have.
+        LaunchRefused: A start was given what only a cell can have.
     """
     for name in (field.name for field in fields(options)):
         if name not in _OF_THE_START and getattr(options, name) is not None:
@@ -468,10 +476,12 @@ def _refuse_flags_of_a_cell(options: RunOptions) -> None:
 def _refuse_another_start(asked: RunOptions, plan: LaunchPlan) -> None:
     """Refuse flags of a cell that differ from the start of its ranks.
 
-    asked: the options of the cell's own line.  plan: of the persistent ranks.
+    Args:
+        asked: The options of the cell's own line.
+        plan: The plan of the persistent ranks.
 
     Raises:
-        LaunchRefused: a cell cannot have that from ranks that were started otherwise.
+        LaunchRefused: A cell cannot have that from ranks that were started otherwise.
     """
     for name, flag in _OF_THE_START.items():
         wanted, has = getattr(asked, name), _chosen(name, plan)

@@ -81,8 +81,11 @@ class LastRun:
 class Session:
     """Runs cells of one notebook.
 
-    launcher: None for this process's.  setup: what every rank does before the cell, None for nothing.
-    survey: examines the machine.  cuda: the watch that exists since the extension was loaded.
+    Args:
+        launcher: The launcher; None for that of this process.
+        setup: What every rank does before the cell, None for nothing.
+        survey: A function that examines the machine.
+        cuda: The watch that exists since the extension was loaded.
     """
 
     def __init__(
@@ -279,7 +282,7 @@ class Session:
         """Return the runs of this notebook, with those that `keep-runs` has kept from other kernels.
 
         Raises:
-            UsageError, LaunchRefused: the choices of nbaccel.toml are wrong, or the file of runs cannot be used.
+            UsageError, LaunchRefused: The choices of nbaccel.toml are wrong, or the file of runs cannot be used.
         """
         self._keep_runs(self.configuration.options.keep_runs)
         return self.launcher.ended_runs

@@ -54,8 +54,9 @@ _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer
 class Choices:
     """The program's choices that hold in every world of its Accelerator.
 
-    asked: those that a launch can make too; None where the program left them open.
-    fsdp_plugin: options of the strategy "fsdp"; None where the program gave none.
+    Args:
+        asked: Choices that a launch can make too; None where the program left them open.
+        fsdp_plugin: Options of the strategy "fsdp"; None where the program gave none.
     """
 
     asked: RunSettings
@@ -79,7 +80,7 @@ class Choices:
         """Return the choices that arguments of `Accelerator` describe.
 
         Raises:
-            ValueError: a value is not valid, or two of them say the same, or contradict each other.
+            ValueError: A value is not valid, or two of them say the same, or contradict each other.
             TypeError: `fsdp_plugin` is something else.
         """
         steps = asked.gradient_accumulation_steps
@@ -131,8 +132,11 @@ PartT = TypeVar("PartT", bound=OfOneTraining)
 class Lifecycle:
     """Binds one Accelerator's parts to the world of this process, and lets go of what they hold.
 
-    context: what it trains with, which its parts share.
-    is_ready: this process may train; otherwise `make_ready` is called first.
+    Args:
+        context: The equipment of the training, which its parts share.
+
+    Attributes:
+        is_ready: Whether this process may train; otherwise `make_ready` is called first.
     """
 
     def __init__(
@@ -215,7 +219,7 @@ class Lifecycle:
         """Find this process's world and refuse N separate trainings; called once per process, before its first step.
 
         Raises:
-            NotPrepared: several ranks, and a model of which each rank would train a copy of its own.
+            NotPrepared: Several ranks, and a model of which each rank would train a copy of its own.
         """
         context = self.context
         context.state.look_again()

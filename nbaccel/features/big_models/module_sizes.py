@@ -259,7 +259,7 @@ def set_module_tensor_to_device(
 
     Raises:
         ValueError: There is no such tensor, a value is needed, or it has another shape.
-        NotImplementedError: fp16_statistics, of weights that bitsandbytes has quantised.
+        NotImplementedError: Fp16_statistics, of weights that bitsandbytes has quantised.
     """
     if fp16_statistics is not None:
         raise NotImplementedError(f"{tensor_name} has statistics of bitsandbytes: load it by transformers instead")

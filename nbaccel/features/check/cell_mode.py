@@ -34,7 +34,10 @@ class CheckMode:
 
 
 def plan_of_discarded_ranks(session: Session, cell: AskedCell, what: str) -> CellPlan:
-    """Return the plan of a cell whose ranks are discarded.  what: the purpose, for messages.
+    """Return the plan of a cell whose ranks are discarded.
+
+    Args:
+        what: The purpose, for messages.
 
     Raises:
         LaunchRefused: Ranks stay in this notebook, or no process can be started.

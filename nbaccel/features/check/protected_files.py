@@ -25,7 +25,11 @@ __all__ = ["ProtectedFiles"]
 
 
 class ProtectedFiles(RankPart):
-    """Leaves files as they are.  argument: the folder that the ranks of a dry run share."""
+    """Leaves files as they are.
+
+    Args:
+        argument: The folder that the ranks of a dry run share.
+    """
 
     def install(self) -> None:
         folder = Path(self.argument)

@@ -84,7 +84,11 @@ _SMALL_BYTES = 1000
 
 @dataclass(frozen=True, slots=True)
 class ReportLine:
-    """One line of a report.  level: "red", "yellow" or "ok"."""
+    """One line of a report.
+
+    Args:
+        level: "red", "yellow" or "ok".
+    """
 
     level: str
     text: str
@@ -111,7 +115,9 @@ class CheckReport:
     ) -> CheckReport:
         """Return the report on what a dry run of `source` found.
 
-        changed: files that it changed, by path.  more: lines of a `FullCheck`.
+        Args:
+            changed: Files that the check changed, by path.
+            more: Lines of a `FullCheck`.
         """
         writer = _Writer(found, source, plan, platform)
         lines = [*writer.lines(), *more, *_files(changed)]
@@ -478,8 +484,9 @@ def _is_of_steps(times: Mapping[str, Any]) -> bool:
 def _names_of_batches(tree: ast.Module) -> set[str]:
     """Return the names that are bound in innermost loops alone: each rank has its own batches, and its own loss.
 
-    >>> sorted(_names_of_batches(ast.parse("for e in n:\\n  for x in y: loss = x\\n  acc = f()\\nscore = acc")))
-    ['loss', 'x']
+    Example:
+        >>> sorted(_names_of_batches(ast.parse("for e in n:\\n  for x in y: loss = x\\n  acc = f()\\nscore = acc")))
+        ['loss', 'x']
     """
     inside: set[str] = set()
     outside: set[str] = set()
@@ -523,17 +530,20 @@ def _at_batch(batch: Mapping[str, Any] | None) -> str:
 def _about(seconds: float) -> str:
     """Format a time that is known roughly.
 
-    >>> _about(7790.0), _about(75.4), _about(3.21), _about(1e6)
-    ('2 h 10 min', '1 min 15 s', '3.2 s', '278 h')
+    Example:
+        >>> _about(7790.0), _about(75.4), _about(3.21), _about(1e6)
+        ('2 h 10 min', '1 min 15 s', '3.2 s', '278 h')
     """
     unit = next(unit for least, unit in ((360_000, 3600), (3600, 60), (10, 1), (0, 0.1)) if seconds >= least)
     return said(round(seconds / unit) * unit)
 
 
 def _short(seconds: float) -> str:
-    """
-    >>> _short(0.0004), _short(0.0123), _short(2.0)
-    ('0.4 ms', '12 ms', '2.0 s')
+    """Format a short duration.
+
+    Example:
+        >>> _short(0.0004), _short(0.0123), _short(2.0)
+        ('0.4 ms', '12 ms', '2.0 s')
     """
     if seconds >= 1.0:
         return f"{seconds:.1f} s"

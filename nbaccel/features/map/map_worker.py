@@ -112,7 +112,7 @@ def _agreed(
     A rank may read another value of its own, as its number: the sources are those of rank 0.
 
     Raises:
-        ValueError, PeerFailed, or the error of a stream: the items are not the same in all ranks.
+        ValueError, PeerFailed, or the error of a stream: The items are not the same in all ranks.
     """
     world = accelerator.world
     first, error = first_items_of(items, **({} if world.is_distributed else {"count": 1}))

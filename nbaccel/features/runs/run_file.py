@@ -60,7 +60,7 @@ class RunFile:
         """Append a run, as a whole line even if another kernel appends at the same time.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: The file cannot be written.
         """
         line = json.dumps(_record(run), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -89,7 +89,7 @@ class RunFile:
         They come oldest first, the latest 1,000 at most. A file that has not changed is not opened.
 
         Raises:
-            OSError: the file exists and cannot be read.
+            OSError: The file exists and cannot be read.
         """
         try:
             if _state_of(self.path) == self._state:

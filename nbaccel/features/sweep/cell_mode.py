@@ -30,7 +30,11 @@ __all__ = ["SweepMode"]
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """A sweep that may begin.  notes: lines to show first."""
+    """A sweep that may begin.
+
+    Args:
+        notes: Lines to show first.
+    """
 
     options: RunOptions
     work: SweptCell

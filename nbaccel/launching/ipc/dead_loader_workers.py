@@ -41,7 +41,7 @@ class WorkerEnd(NamedTuple):
 
     Args:
         pid: Its process.
-        exit_code: Negative for a signal.  None: unknown.
+        exit_code: Negative for a signal; None if it is unknown.
         start_method: "fork", "spawn" or "forkserver"; empty if unknown.
         unknown_name: A class or function of the notebook that a worker with a new interpreter cannot import; empty if
             there is none.

@@ -73,13 +73,16 @@ def load_named(reference: str) -> Any:
 class Results:
     """The values that a rank sends back.
 
-    values: objects by name, all in one pickle so that aliases hold.
-    missing: names that were asked for and do not exist, with the reason.
-    optional: names in `values` that are dropped silently when they cannot be sent.
-    facts: small JSON about the run: sizes, names not asked for, the last expression's display.
-    changes: changes of objects that the kernel has.  places: the places of these; None if only values go back.
-    may_lack: a value is sent without its parts that cannot be sent, and `facts["lacks"]` names these.
-    parts: objects of which another rank sends the value, by name: of these only this rank's rows of sharded tensors go.
+    Args:
+        values: Objects by name, all in one pickle so that aliases hold.
+        missing: Names that were asked for and do not exist, with the reason.
+        optional: Names in `values` that are dropped silently when they cannot be sent.
+        facts: Small JSON about the run: sizes, names not asked for, the last expression's display.
+        changes: Changes to objects that the kernel has.
+        places: Where these objects are; None if only values go back.
+        may_lack: Whether a value is sent without its parts that cannot be sent, and `facts["lacks"]` names these.
+        parts: Objects of which another rank sends the value, by name: of these only this rank's rows of sharded tensors
+            go.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -138,7 +141,7 @@ class Task(ABC):
         """Return the task as a payload for a process that is not a copy of this one, in the kernel.
 
         Raises:
-            CannotSend: names the values that cannot be sent.
+            CannotSend: Names the values that cannot be sent.
         """
 
     @classmethod
@@ -146,7 +149,8 @@ class Task(ABC):
     def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
         """Rebuild the task from its payload, in a rank.
 
-        home: of a persistent rank; None in a rank that has just begun.
+        Args:
+            home: The names of a persistent rank; None in a rank that has just begun.
         """
 
     def names_to_send(self) -> list[str]:
@@ -181,7 +185,7 @@ class Task(ABC):
         """Return the kernel's object at a place.
 
         Raises:
-            LookupError: there is nothing, or another object.
+            LookupError: There is nothing, or another object.
         """
         raise LookupError(str(token))
 
@@ -194,7 +198,11 @@ class TaskWatch(Protocol):
     """
 
     def begin(self, namespace: dict[str, Any] | None) -> None:
-        """Begin a task; called before the task's `begin` and `run`.  namespace: its globals, if it is a cell."""
+        """Begin a task; called before the task's `begin` and `run`.
+
+        Args:
+            namespace: The globals of the task, if it is a cell.
+        """
 
     def end(self) -> None:
         """End a task that finished. It may wait for peers; an exception raised here is the task's error."""
@@ -226,7 +234,9 @@ class TaskWatch(Protocol):
 class FunctionTask(Task):
     """Calls a function in every rank and sends its value back.
 
-    caller: "module:function" that calls it in the rank, as ``caller(function, args, kwargs)``; empty for a plain call.
+    Args:
+        caller: "module:function" that calls it in the rank, as ``caller(function, args, kwargs)``; empty for a plain
+            call.
     """
 
     reference = "nbaccel.launching.ipc.spec:FunctionTask"
@@ -299,8 +309,11 @@ class FunctionTask(Task):
 class Devices:
     """The devices of the ranks of a run: an equal share of GPUs for each, see `of_rank`, or all of them on the CPU.
 
-    gpus: a multiple of the number of ranks, or none.  hides_gpus: ranks must not see the existing GPUs.
-    why_no_gpu: see `Survey.why_no_gpu`; empty if the CPU was asked for.  is_here: it is a run in this process.
+    Args:
+        gpus: The GPUs, a multiple of the number of ranks; empty for the CPU.
+        hides_gpus: Whether ranks must not see the existing GPUs.
+        why_no_gpu: See `Survey.why_no_gpu`; empty if the CPU was asked for.
+        is_here: Whether it is a run in this process.
     """
 
     num_processes: int
@@ -357,7 +370,7 @@ class Devices:
         """Return the same devices for ranks that start by `start`.
 
         Raises:
-            LaunchRefused: the run is to be in this process, which computes on its first device, and another is asked
+            LaunchRefused: The run is to be in this process, which computes on its first device, and another is asked
             for.
         """
         if start.method != "inline":
@@ -385,13 +398,14 @@ class Devices:
     def in_short(self, width: int) -> str:
         """Return the text in at most `width` characters if possible: the names of the GPUs are left out first.
 
-        >>> Devices(2).in_short(20)
-        '2 ranks on CPU'
-        >>> t4s = tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 16 * 10**9) for index in range(4))
-        >>> Devices(4, t4s).in_short(40), Devices(4, t4s).in_short(20)
-        ('4 ranks on GPU 0-3 (Tesla T4)', '4 ranks on GPU 0-3')
-        >>> Devices(2, t4s).in_short(40)
-        '2 ranks on GPU 0-3, 2 each (Tesla T4)'
+        Example:
+            >>> Devices(2).in_short(20)
+            '2 ranks on CPU'
+            >>> t4s = tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 16 * 10**9) for index in range(4))
+            >>> Devices(4, t4s).in_short(40), Devices(4, t4s).in_short(20)
+            ('4 ranks on GPU 0-3 (Tesla T4)', '4 ranks on GPU 0-3')
+            >>> Devices(2, t4s).in_short(40)
+            '2 ranks on GPU 0-3, 2 each (Tesla T4)'
         """
         ranks = plural(self.num_processes, "rank")
         if not self.gpus:
@@ -414,20 +428,28 @@ PartName = tuple[str, str]
 class LaunchSpec:
     """One run.
 
-    task: the work of every rank.  devices: those of the ranks, as they were before the run, and how many ranks there
-    are.  start: the start method, and the reason.  settings: what was chosen for every rank.
-    setup: "module:function" called in every rank with the task's namespace before the task runs; it may return a
-    `TaskWatch`, which watches this task and all later ones.
-    threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
-    wants_results: a failing run waits for rank 0's results before it is ended.
-    oom: one of `settings.OOM_CHOICES`.  no_restart: why the run cannot be started a second time; empty if it can.
-    hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
-    stays: the ranks stay when the task is done, and wait for the next.
-    program_limit: a limit that an earlier attempt of this run had set itself.
-    own_devices: each rank sees only its own devices, the first as number 0; otherwise every rank sees all of them.
-    restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
-    ends_waiting: a run in which all ranks wait in collectives, and none goes on, is ended after seconds.
-    parts: what features add to the ranks, see `RankPart`.
+    Args:
+        task: The work of every rank.
+        devices: The devices of the ranks, as they were before the run, and how many ranks there are.
+        start: The start method, and the reason.
+        settings: What was chosen for every rank.
+        setup: "module:function" called in every rank with the task's namespace before the task runs; it may return a
+            `TaskWatch`, which watches this task and all later ones.
+        threads: CPU threads of each rank.
+        timeout_s: Seconds after which the run is stopped, None for never.
+        wants_results: Whether a failing run waits for rank 0's results before it is ended.
+        oom: One of `settings.OOM_CHOICES`.
+        no_restart: Why the run cannot be started a second time; empty if it can.
+        hang_timeout_s: Seconds without a step or a collective on any rank after which the run is ended, None for never.
+        stays: Whether the ranks stay when the task is done, and wait for the next.
+        program_limit: A limit that an earlier attempt of this run had set itself.
+        own_devices: Whether each rank sees only its own devices, the first as number 0; otherwise every rank sees all
+            of them.
+        restarts_ranks: Whether a rank that dies is started again alone, while the others work; for independent ranks
+            only.
+        ends_waiting: Whether a run in which all ranks wait in collectives, and none goes on, is ended after a few
+            seconds.
+        parts: What features add to the ranks, see `RankPart`.
     """
 
     task: Task
@@ -476,10 +498,11 @@ class LaunchSpec:
 class WorkerBoot:
     """The facts that one rank gets at its start. Descriptors are valid in the rank's process.
 
-    sees_one_card: this rank, one of several, sees a single device, its own.
-    run_nonce: marks places in the output pipe where a rich message belongs.
-    store_path: the file through which the ranks of the run find each other.
-    parts: see `LaunchSpec`.
+    Args:
+        sees_one_card: Whether this rank, one of several, sees a single device, its own.
+        run_nonce: Marks places in the output pipe where a rich message belongs.
+        store_path: The file through which the ranks of the run find each other.
+        parts: See `LaunchSpec`.
     """
 
     world: World
@@ -504,7 +527,9 @@ class WorkerBoot:
 class ProgramLimit:
     """A limit that a program has set itself, as by ``Accelerator(time_limit="11h30m")``.
 
-    at: its end, in `time.monotonic()`.  seconds: its duration.
+    Args:
+        at: End of the limit, in `time.monotonic()`.
+        seconds: Duration of the limit.
     """
 
     at: float
@@ -519,10 +544,12 @@ _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 class Start:
     """The start method of a run's ranks ("fork", "zygote" or "inline"), and the reason, as half a sentence.
 
-    is_explicit: the user insisted on the method, so no other may be tried in its place.
+    Args:
+        is_explicit: Whether the user insisted on the method, so no other may be tried in its place.
 
-    >>> str(Start("fork", "the notebook has not used CUDA"))
-    'fork: the notebook has not used CUDA'
+    Example:
+        >>> str(Start("fork", "the notebook has not used CUDA"))
+        'fork: the notebook has not used CUDA'
     """
 
     method: str
@@ -543,17 +570,21 @@ class SharedNamespace:
     and functions of the notebook that a rank has received are known by the same name on both sides. So only that name
     is sent, and an object that comes back is of the notebook's own class.
 
-    namespace: the notebook's in the kernel, the rank's own in a rank.
-    there: in the kernel, the names that all working ranks have.
-    unpulled: in the kernel, what was made or trained in ranks that live on, and not brought back, by name: in words,
-    and a number for its parameters.
+    Args:
+        namespace: The notebook's names in the kernel, the rank's own in a rank.
 
-    >>> home = SharedNamespace({})
-    >>> home.learn({"x": 1, "twice": by_reference_of})
-    >>> home.find("name:twice")
-    Traceback (most recent call last):
-    ...
-    KeyError: 'name:twice'
+    Attributes:
+        there: In the kernel, the names that all working ranks have.
+        unpulled: In the kernel, what was made or trained in ranks that live on, and not brought back, by name: in
+            words, and a number for its parameters.
+
+    Example:
+        >>> home = SharedNamespace({})
+        >>> home.learn({"x": 1, "twice": by_reference_of})
+        >>> home.find("name:twice")
+        Traceback (most recent call last):
+        ...
+        KeyError: 'name:twice'
     """
 
     def __init__(self, namespace: dict[str, Any]) -> None:
@@ -588,7 +619,7 @@ class SharedNamespace:
         """Return this side's object for a name that both sides know.
 
         Raises:
-            KeyError: the name is not known.
+            KeyError: The name is not known.
         """
         return self._known[name]
 

@@ -32,8 +32,8 @@ Ask = Callable[[str], str]
 """Shows a prompt after everything that this rank has printed, and returns the input.
 
 Raises:
-    BdbQuit: the user interrupted instead of typing.
-    RunIsOver: no answer comes any more.
+    BdbQuit: The user interrupted instead of typing.
+    RunIsOver: No answer comes any more.
 """
 
 _LAUNCHING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

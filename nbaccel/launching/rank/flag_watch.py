@@ -92,7 +92,7 @@ class FlagWatch(RankPart):
         """End a task that finished.
 
         Raises:
-            FlagWithoutEffect: it was refused, and the program went on: ``except Exception`` around a batch does that.
+            FlagWithoutEffect: It was refused, and the program went on: ``except Exception`` around a batch does that.
         """
         flags, refused = self._flags, self._refused
         self.leave()
@@ -131,7 +131,7 @@ class FlagWatch(RankPart):
         """Take a `TrainingMode`.
 
         Raises:
-            FlagWithoutEffect: nothing has been trained yet, and must not be.
+            FlagWithoutEffect: Nothing has been trained yet, and must not be.
         """
         assert isinstance(event, TrainingMode)
         kind = LoopKind(event.kind)
@@ -183,7 +183,9 @@ def kind_of_call(frame: FrameType | None) -> LoopKind | None:
 def _kind_of(modules: Iterator[str], wrappers: Collection[str]) -> LoopKind | None:
     """Return the kind of loop that a call shows.
 
-    modules: those whose functions are being called.  wrappers: classes of models wrapped for several ranks.
+    Args:
+        modules: Those whose functions are being called.
+        wrappers: Classes of models wrapped for several ranks.
     """
     called = list(modules)
     for beginning, kind in _KINDS:
@@ -198,7 +200,8 @@ def _kind_of(modules: Iterator[str], wrappers: Collection[str]) -> LoopKind | No
 def _modules(frame: FrameType | None, leaves_out: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield the names of the modules whose functions are being called, innermost first, up to those that launch.
 
-    leaves_out: beginnings of names that report the call.
+    Args:
+        leaves_out: Beginnings of names that report the call.
     """
     has_begun = not leaves_out
     while frame is not None:

@@ -78,15 +78,20 @@ _TRAINERS = ("transformers.trainer", "transformers.trainer_seq2seq", "trl.traine
 class CellTask(Task):
     """Runs a cell and sends back its changes to the notebook, or the names in `out`.
 
-    namespace: the notebook's globals; a fork runs in its copy of them.
-    out: names to bring back, of the result rank; None for all that the cell has bound, deleted and changed. Persistent
-    ranks keep their changes, and send only these names.
-    extra: names that the cell reads only dynamically and that are to be sent too (`--in`).
-    home: of persistent ranks.  speaker: the rank whose names go back.
-    debugged: see `Task`.
-    is_copy: `namespace` is the notebook's own or a fork's copy of it. False: it was made of names that were sent.
-    leaves_all: everything that the same cell would leave in the notebook goes back.
-    random: the notebook's random states, if the cell continues with them, see `draw_as_here`.
+    Args:
+        namespace: The notebook's globals; a fork runs in its copy of them.
+        out: Names to bring back, of the result rank; None for all that the cell has bound, deleted and changed.
+            Persistent ranks keep their changes, and send only these names.
+        extra: Names that the cell reads only dynamically and that are to be sent too (`--in`).
+        home: The names of persistent ranks.
+        speaker: The rank whose names go back.
+        debugged: See `Task`.
+        is_copy: Whether `namespace` is the notebook's own, or a fork's copy of it; else it was made of names that were
+            sent.
+
+    Attributes:
+        leaves_all: Whether everything that the same cell would leave in the notebook goes back.
+        random: The notebook's random states, if the cell continues with them, see `draw_as_here`.
     """
 
     reference = "nbaccel.launching.tasks.cell_task:CellTask"
@@ -217,7 +222,8 @@ class CellTask(Task):
     def _left_here(self, sums: Mapping[str, int]) -> dict[str, list[str] | dict[str, str]]:
         """Return names that the cell changed or made, which of them hold a model, and which cannot leave the process.
 
-        sums: names with parameters.
+        Args:
+            sums: Names that have parameters.
         """
         marks = self._marked()
         changed = sorted(name for name, before in self._marks.items() if marks.get(name, before) != before)

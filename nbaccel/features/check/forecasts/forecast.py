@@ -99,7 +99,7 @@ class Forecast:
         """Return how often the whole program does what the dry run has done `seen` times in a loop or branch.
 
         Args:
-            number: The number of the innermost one around it.  None: that is unknown.
+            number: The number of the innermost one around it; None if that is unknown.
         """
         parts = [part for part in self.parts if part.number == number and part.had]  # one for each caller of it
         if not parts or any(part.rounds is None and not part.is_branch for part in parts):
