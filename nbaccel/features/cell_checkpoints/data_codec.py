@@ -304,6 +304,9 @@ class Encoder:
         np = sys.modules.get("numpy")
         if np is not None and type(obj) is np.ndarray:
             return self._array(obj, steps)
+        pandas = sys.modules.get("pandas")
+        if pandas is not None and type(obj) in (getattr(pandas, "DataFrame", None), getattr(pandas, "Series", None)):
+            return self._table(obj, steps)
         if type(obj) is torch.Generator:
             return ["torch.Generator", str(obj.device), self._put(obj.get_state())]
         if np is not None and type(obj) is np.random.Generator:
@@ -326,6 +329,29 @@ class Encoder:
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
         flat = np.frombuffer(array.tobytes(order) or b"", dtype=np.uint8)
         return ["array", array.dtype.str, list(array.shape), order, self._put(torch.from_numpy(flat.copy()))]
+
+    def _table(self, table: Any, steps: str) -> Any:
+        """Return the record of a table or a column of pandas whose values NumPy has, with plain labels."""
+        pandas: Any = sys.modules["pandas"]
+        is_column = type(table) is pandas.Series
+        columns = [table] if is_column else [table.iloc[:, number] for number in range(table.shape[1])]
+        plain = [column.to_numpy() for column in columns]
+        axes = [self._axis(axis, steps) for axis in table.axes]
+        for column, values in zip(columns, plain, strict=True):
+            if pandas.Series(values).dtype != column.dtype:
+                raise NoData(f"a column of {column.dtype}", steps)
+        name = self._value(table.name, steps) if is_column else None
+        return ["table", is_column, axes, [self._value(values, steps) for values in plain], name]
+
+    def _axis(self, axis: Any, steps: str) -> Any:
+        pandas: Any = sys.modules["pandas"]
+        name = self._value(axis.name, steps)
+        if type(axis) is pandas.RangeIndex:
+            return ["range", axis.start, axis.stop, axis.step, name]
+        values = axis.to_numpy() if type(axis) is pandas.Index else None
+        if values is None or pandas.Index(values).dtype != axis.dtype:
+            raise NoData(f"a table with {with_article(type(axis).__name__)} of {axis.dtype}", steps)
+        return ["labels", self._value(values, steps), name]
 
     def _tensor(self, tensor: Tensor, steps: str = "", is_new: bool = True) -> Any:
         """Return the record of a tensor: a view of one that the notebook has, or of memory that is in the file."""
@@ -786,6 +812,31 @@ class Decoder:
         self._fill_with(items, fill, 1)
         return new
 
+    def _table(self, _: str, is_column: bool, axes: list[Any], columns: list[Any], name: Any) -> Any:
+        pandas: Any = sys.modules["pandas"]
+        new = pandas.Series(dtype=object) if is_column else pandas.DataFrame()
+        labels = [self._axis(*axis) for axis in axes]
+
+        def fill(values: list[Any]) -> None:
+            own, *plain = values
+            if is_column:
+                new._update_inplace(pandas.Series(plain[0], index=labels[0]()))
+                new.name = own
+                return
+            table = pandas.DataFrame(dict(enumerate(plain)), index=labels[0]())
+            table.columns = labels[1]()
+            new._update_inplace(table)
+
+        self._fill_with([name, *columns], fill, 2)
+        return new
+
+    def _axis(self, word: str, *parts: Any) -> Callable[[], Any]:
+        pandas: Any = sys.modules["pandas"]
+        *labels, name = (self._value(part) for part in parts)
+        if word not in ("range", "labels"):
+            raise ValueError(f"{word} is no axis")
+        return lambda: pandas.RangeIndex(*labels, name=name) if word == "range" else pandas.Index(*labels, name=name)
+
     # --- random generators
 
     def _generator(self, _: str, device: str, stored: str) -> torch.Generator:
@@ -840,7 +891,7 @@ _RECORDS: dict[str, Callable[..., Any]] = {
     },
     **{"frozenset": Decoder._frozenset, "deque": Decoder._deque, "defaultdict": Decoder._defaultdict},
     **{"bytearray": Decoder._bytearray, "object": Decoder._instance, "view": Decoder._view},
-    **{"tensor": Decoder._new_tensor, "array": Decoder._array, "objects": Decoder._objects},
+    **{"tensor": Decoder._new_tensor, "array": Decoder._array, "objects": Decoder._objects, "table": Decoder._table},
     **{"torch.Generator": Decoder._generator, "numpy.random.Generator": Decoder._generator_of_numpy},
     **{"numpy.random.RandomState": Decoder._random_state, "random.Random": Decoder._random},
     **dict.fromkeys(_MAPPINGS, Decoder._mapping),

@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 import io
 import sys
+import threading
 import types
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -119,6 +121,8 @@ class _LoaderIterator(Kind):
 
 SCALER, _LOADER_ITERATOR = _Scaler(), _LoaderIterator()
 _TUPLE = Kinds().of(())
+_PASSED_OVER = (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, type(threading.Lock()))
+"""Objects whose state follows from that of others. So does a tokenizer's: each call sets its padding anew."""
 
 
 class KindsOfCells(Kinds):
@@ -127,6 +131,8 @@ class KindsOfCells(Kinds):
     def of(self, obj: Any) -> Kind | None:
         if (kind := super().of(obj)) is None or kind is _TUPLE:
             return kind
+        if issubclass(type(obj), _PASSED_OVER) or type(obj).__module__.partition(".")[0] == "tokenizers":
+            return None
         if issubclass(type(obj), _BaseDataLoaderIter):
             return _LOADER_ITERATOR
         return SCALER if issubclass(type(obj), torch.amp.GradScaler) else kind

@@ -259,6 +259,45 @@ def test_random_generators_that_the_loop_has_made_go_on(tmp_path: Path) -> None:
     assert isinstance(back[3], random.Random)
 
 
+TABLES = """
+import numpy as np, pandas as pd
+dates = pd.Series(pd.to_datetime(["2026-01-02"]))
+curve = pd.DataFrame({"epoch": [0], "loss": [0.5]})
+"""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("pd.DataFrame({'a': [1, 2], 'b': [0.5, None]})", "pd.DataFrame({'t': ['x', None]}, index=[5, 6])", "dates"),
+        *("pd.Series([1, 2], name='n', index=['a', 'b'])", "pd.DataFrame()", "pd.DataFrame({3: [True]})"),
+        "pd.DataFrame(np.ones((2, 2), 'f4'), columns=pd.Index(['u', 'v'], name='w'))",
+    ],
+)
+def test_a_table_comes_back_as_it_was(tmp_path: Path, value: str) -> None:
+    there = saved(tmp_path, TABLES, f"value = {value}\ncurve.loc[len(curve)] = [1, 0.25]")
+
+    here, _ = continued(tmp_path, TABLES)
+
+    assert type(here["value"]) is type(there["value"])
+    assert here["value"].equals(there["value"])
+    assert list(map(repr, here["value"].axes)) == list(map(repr, there["value"].axes))
+    assert here["curve"].equals(there["curve"])
+
+
+def test_a_table_of_types_of_pandas_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotSave, match="table is a column of category, which no file of data can hold"):
+        saved(tmp_path, "import pandas as pd", "table = pd.DataFrame({'c': ['a', 'b']}).astype('category')")
+
+
+def test_what_follows_from_other_objects_is_passed_over(tmp_path: Path) -> None:
+    above = "import threading, weakref\nclass A: pass\na, seen, lock = A(), weakref.WeakSet(), threading.Lock()"
+
+    saved(tmp_path, above, "seen.add(a)\nlock.acquire()")
+
+    assert not continued(tmp_path, above)[0]["lock"].locked()
+
+
 def test_new_tensors_that_share_memory_still_do(tmp_path: Path) -> None:
     saved(tmp_path, "import torch", "flat = torch.zeros(6)\nrows = [flat[:3], flat[3:]]")
 
