@@ -78,12 +78,14 @@ class _Window:
         self.reached_at: Place | None = None
         self.spans = False
 
-    def reach(self, place: Place | None) -> None:
-        """Note a backward."""
+    def reach(self, parameters: Iterable[Tensor], place: Place | None) -> None:
+        """Note a backward that has reached `parameters`."""
         if not self.reached:
             self.reached_at, self.spans = place, False
         elif place is not None and self.reached_at is not None:
             self.spans |= place.at != self.reached_at.at
+        self.reached.update(parameters)
+        self.is_granted = False
 
     @property
     def is_last(self) -> bool:
@@ -205,27 +207,27 @@ class AccumulatedBatches(LoopChange):
             if not self._has_begun and not any(map(self._window_of, args[3])):
                 self._note_unheld([each for each in args[3] if isinstance(each, Parameter)], place)
             return real(outputs, *args, **kwargs)
-        leaves, is_inner = self._leaves_of([root for root in outputs if isinstance(root, Tensor)])
-        held = {leaf: window for leaf in leaves if (window := self._window_of(leaf)) is not None}
-        if not held and not self._has_begun:
+        leaves, of_python = leaves_of([root for root in outputs if isinstance(root, Tensor)])
+        if not self._has_begun and not any(map(self._window_of, leaves)):
             self._note_unheld(leaves, place)
-        windows = list(dict.fromkeys(held.values()))
-        if not windows or self._are_shared_out(held):
+        if self._are_shared_out(leaves):
+            return real(outputs, *args, **kwargs)
+        # A backward inside of this one may reach more, and so may the graph of another rank.
+        if may_reach_others := self._loop.is_averaged() or runs_backwards_inside(of_python):
+            assert self._optimizers is not None
+            others = [each for optimizer in self._optimizers for each in parameters_of(optimizer)]
+            leaves = list({id(each): each for each in (*leaves, *others)}.values())
+        held = {leaf: window for leaf in leaves if (window := self._window_of(leaf)) is not None}
+        if not held:
             return real(outputs, *args, **kwargs)
         self._look_at_averages()
-        for window in windows:
+        for window in dict.fromkeys(held.values()):
             self._open(window, place)
-            window.reach(place)
-        # One factor at the root rounds as by hand. Of several the one of an optimizer that is about to step: another
-        # one, which has stepped for this batch, is reached by the way, and drops these gradients.
-        about = [window for window in windows if window.is_open or window.called_at != place or place is None]
-        divisor = min(about or windows, key=lambda window: not window.is_open).length
         for parameter, window in held.items():
-            window.reached.add(parameter)
-            window.is_granted = False
             if parameter.grad is None:
                 window.placed.discard(parameter)
-        untouched = {each: each.grad._version for each in held if is_inner and each.grad is not None}
+        divisor = self._divisor(held, place)
+        untouched = {each: each.grad._version for each in leaves if may_reach_others and each.grad is not None}
         otherwise = {each: each.grad for each in leaves if self._length_of(each, held) != divisor}
         for leaf in otherwise:
             leaf.grad = None
@@ -242,10 +244,8 @@ class AccumulatedBatches(LoopChange):
                 new = leaf.grad
                 new = None if new is None else new * (divisor / self._length_of(leaf, held))
                 leaf.grad = before if new is None else new if before is None else _sum(before, new)
-            for parameter, version in untouched.items():
-                if parameter.grad is not None and parameter.grad._version == version:
-                    del held[parameter]  # which no backward inside of this one has reached
-            self._take(held)
+            if not self._loop.is_partial():  # otherwise gradients come with the last part
+                self._take(held, untouched, place)
         return found
 
     def step(self, optimizer: Optimizer, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -355,11 +355,14 @@ class AccumulatedBatches(LoopChange):
             self._is_others = bool(library_that_trains())
         return not self._is_others
 
-    def _are_shared_out(self, held: dict[Tensor, _Window]) -> bool:
+    def _are_shared_out(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether the program shares these out itself, as in DDP: this backward shows it to the watch, too."""
-        self._is_unshared = self._is_unshared or not self._loop.is_shared_out(list(held))
-        for window in () if self._is_unshared else held.values():
-            window.is_others = True
+        if self._is_unshared or not leaves:
+            return False
+        self._is_unshared = not self._loop.is_shared_out(list(leaves))
+        for window in () if self._is_unshared else map(self._window_of, leaves):
+            if window is not None:
+                window.is_others = True
         return not self._is_unshared
 
     @staticmethod
@@ -367,18 +370,18 @@ class AccumulatedBatches(LoopChange):
         """Return what divides a leaf's gradient: 1 where no optimizer holds it, as for an input."""
         return held[leaf].length if leaf in held else 1
 
-    def _leaves_of(self, roots: list[Tensor]) -> tuple[list[Tensor], bool]:
-        """Return the leaves that a backward adds gradients to, and whether some of them may not be reached after all.
+    def _divisor(self, held: dict[Tensor, _Window], place: Place | None) -> int:
+        """Return what the graph's root is divided by, as by hand; a leaf that needs another number is mended.
 
-        That is so where a backward inside of this one decides it.
+        Ranks whose gradients are averaged need the same one, and may have other graphs. In one rank it is that of an
+        optimizer which is about to step: another one, which has stepped for this batch, is reached by the way, and
+        drops these gradients.
         """
-        assert self._optimizers is not None
-        leaves, of_python = leaves_of(roots)
-        if not (is_inner := runs_backwards_inside(of_python)):
-            return leaves, False
-        seen = {id(holder): holder for leaf in leaves for holder in self._optimizers.holders(leaf)}
-        others = [each for optimizer in seen.values() or self._optimizers for each in parameters_of(optimizer)]
-        return list({id(each): each for each in (*leaves, *others)}.values()), is_inner
+        if self._loop.is_averaged():
+            return self._count
+        windows = list(dict.fromkeys(held.values()))
+        about = [window for window in windows if window.is_open or window.called_at != place or place is None]
+        return min(about or windows, key=lambda window: not window.is_open).length
 
     def _window_of(self, leaf: Tensor) -> _Window | None:
         """Return the window of the optimizer that holds `leaf`: of several the one that was called last."""
@@ -400,21 +403,26 @@ class AccumulatedBatches(LoopChange):
         left = place.left if place is not None and is_new else None
         window.length = self._count if left is None else min(self._count, left + 1)
 
-    def _take(self, held: dict[Tensor, _Window]) -> None:
-        """Take gradients out of ``p.grad``, or put there those of the rounds before."""
-        if self._loop.is_partial():  # there are none yet
-            return
-        last = []
+    def _take(self, held: dict[Tensor, _Window], untouched: dict[Tensor, int], place: Place | None) -> None:
+        """Take gradients out of ``p.grad``, or put there those of the rounds before.
+
+        Args:
+            untouched: Versions of gradients that may have been there before the backward.
+        """
+        touched: dict[_Window, list[Tensor]] = {}
         for parameter, window in held.items():
+            if parameter.grad is not None and untouched.get(parameter) != parameter.grad._version:
+                touched.setdefault(window, []).append(parameter)
+        for window, parameters in touched.items():
+            window.reach(parameters, place)
             if window.is_last:
-                if window not in last:
-                    last.append(window)
-            elif (new := parameter.grad) is not None:
-                before = self._pending.get(parameter)
+                self._place_sums(window, list(window.sums))
+                continue
+            for parameter in parameters:
+                new, before = parameter.grad, self._pending.get(parameter)
+                assert new is not None
                 self._pending[parameter] = new if before is None else _sum(before, new)
                 parameter.grad = None
-        for window in last:
-            self._place_sums(window, list(window.sums))
 
     def _place_sums(self, window: _Window, parameters: Iterable[Tensor]) -> None:
         """Add what the rounds before have summed to ``p.grad``, once, also where this round has reached nothing."""

@@ -53,6 +53,9 @@ class WatchedLoop(Protocol):
     def is_partial(self) -> bool:
         """Return whether other parts of the present batch follow."""
 
+    def is_averaged(self) -> bool:
+        """Return whether gradients of other ranks, which may reach other parameters, are averaged with this one's."""
+
     def is_shared_out(self, parameters: list[Tensor]) -> bool:
         """Return whether the program itself shares a model with these out over ranks."""
 
@@ -152,6 +155,9 @@ class ChangedLoop:
         return None
 
     def is_partial(self) -> bool:
+        return False
+
+    def is_averaged(self) -> bool:
         return False
 
     def is_shared_out(self, parameters: list[Tensor]) -> bool:

@@ -262,6 +262,9 @@ class RawLoopTraining:
     def is_partial(self) -> bool:
         return self._deferred.is_on
 
+    def is_averaged(self) -> bool:
+        return True
+
     def is_shared_out(self, parameters: list[Tensor]) -> bool:
         return self._averaging.models.are_kept_together(parameters)
 

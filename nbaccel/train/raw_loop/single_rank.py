@@ -167,6 +167,9 @@ class SingleRankWatch:
         """Return False: batches come whole."""
         return False
 
+    def is_averaged(self) -> bool:
+        return False
+
     def is_shared_out(self, parameters: list[Tensor]) -> bool:
         """Return False: there is no other rank."""
         return False
