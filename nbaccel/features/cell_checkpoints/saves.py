@@ -229,8 +229,12 @@ class CellSaves:
         LossTap(look, is_read=False)
 
     def _before_step(self, *_: Any) -> None:
-        """Refuse a loop that is out of sight, before its first step; leave that of a library to the library."""
-        self._first_step.remove()
+        """Refuse a loop that is out of sight, before its first step; leave that of a library to the library.
+
+        Later steps ask nothing; torch cannot remove a hook from within it.
+        """
+        if self._has_optimizer:
+            return
         self._has_optimizer = True
         if not self._is_on:
             return

@@ -39,6 +39,14 @@ _AROUND_STEPS = ("torch.", "nbaccel.train.raw_loop.")
 """Modules whose functions stand around a step that the program itself takes."""
 
 _LAUNCH = "nbaccel.launching."
+_RUN_IT = (
+    "nbaccel.launching.tasks.",
+    "nbaccel.launching.ipc.",
+    "nbaccel.launching.rank.main",
+    "nbaccel.launching.inline",
+)
+"""Modules that run the program; others of the package watch calls in the midst of it."""
+
 _SHARD = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})
 """Classes of wrappers that shard, and step what looks like plain parameters."""
 
@@ -206,9 +214,9 @@ def _modules(frame: FrameType | None, leaves_out: tuple[str, ...] = ()) -> Itera
     has_begun = not leaves_out
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith(_LAUNCH) and has_begun:
+        if name.startswith(_RUN_IT) and has_begun:
             return
-        if not (leaves_out and name.startswith((*leaves_out, "nbaccel.base."))):
+        if not name.startswith(_LAUNCH) and not (leaves_out and name.startswith((*leaves_out, "nbaccel.base."))):
             has_begun = True
             yield name
         frame = frame.f_back
