@@ -130,10 +130,10 @@ def test_a_cell_in_the_notebooks_own_process_is_told_the_same(there: Any) -> Non
 def test_ranks_that_stay_say_it_in_each_cell_and_refuse_what_a_cell_asks_for(there: Any) -> None:
     there.run("%accelerate start -n 2 -p bf16 --checkpoint-every 1steps")
     for _ in range(2):
-        cell = there.run(f"%%accelerate\n{SETUP}{LOOP}")
+        cell = there.run(f"%%accelerate\n{SETUP}{OF_A_LIBRARY}")
         assert cell.error is None
-        assert cell.stderr.count("no effect above an unmodified loop") == 1, cell.stderr
-    cell = there.run(f"%%accelerate --checkpoint-every 1steps\n{SETUP}{LOOP}")
+        assert cell.stderr.count("-checkpoint-every 1steps (of the settings)") == 1, cell.stderr
+    cell = there.run(f"%%accelerate --checkpoint-every 1steps\n{SETUP}{OF_A_LIBRARY}")
     assert isinstance(cell.error, FlagWithoutEffect)
     assert "no effect" not in there.run(f"%%accelerate\n{SETUP}{PREPARED}").stderr
     there.run("%accelerate stop")
