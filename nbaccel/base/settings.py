@@ -138,7 +138,7 @@ class RunSettings:
     @property
     def changes_loops(self) -> bool:
         """Return whether a flag changes loops that prepare nothing."""
-        return self.raw_precision is not None
+        return self.raw_precision is not None or (self.gradient_accumulation_steps or 1) > 1
 
     def over(self, weaker: RunSettings) -> RunSettings:
         """Return these choices, completed by those of `weaker`.

@@ -226,17 +226,14 @@ class LaunchPlan:
     @property
     def _of_each_loop(self) -> str:
         """Return the settings that an unmodified loop has as well as a prepared one, in words."""
-        return self.settings.raw_precision or ""
+        accumulate = self.settings.gradient_accumulation_steps or 1
+        parts = self.settings.raw_precision, f"accumulate {accumulate}" if accumulate > 1 else ""
+        return ", ".join(filter(None, parts))
 
     def _of_prepared(self, with_precision: bool = True) -> str:
         """Return the settings that only what is prepared has, in words; empty for those of every loop."""
         precision = (self.settings.raw_precision is None and self.settings.mixed_precision) or "no"
-        accumulate = self.settings.gradient_accumulation_steps or 1
-        parts = [
-            precision if with_precision and precision != "no" else "",
-            f"accumulate {accumulate}" if accumulate > 1 else "",
-            self._strategy,
-        ]
+        parts = [precision if with_precision and precision != "no" else "", self._strategy]
         return ", ".join(filter(None, parts))
 
     def _what_is_unusual(self) -> Iterator[str]:
@@ -257,13 +254,14 @@ class LaunchPlan:
     @property
     def explained(self) -> str:
         """Return all decisions with their reasons, for users who ask."""
+        whose = "" if self.settings.raw_precision else "what is prepared: "
         why = f" ({self.precision_reason})" if self.precision_reason else ""
         return ", ".join(
             [
                 f"{self.devices}{self._whose_cards}",
                 f"{self.start.method} ({self.start.reason})",
                 self._random_numbers,
-                f"{'' if self._of_each_loop else 'what is prepared: '}precision {self.settings.mixed_precision}{why}",
+                f"{whose}precision {self.settings.mixed_precision}{why}",
                 f"accumulate {self.settings.gradient_accumulation_steps}",
                 *([f"strategy {self._strategy}"] if self._strategy else []),
             ]

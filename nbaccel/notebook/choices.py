@@ -198,6 +198,9 @@ def _is_refused(precision: str, devices: Devices) -> bool:
     return False
 
 
+_AS_WRITTEN = "an unmodified one computes and steps as it is written"
+
+
 def next_cell(survey: Survey, config: RunOptions) -> str:
     """Return the devices and settings of a cell without flags, or why it would be refused."""
     try:
@@ -209,4 +212,7 @@ def next_cell(survey: Survey, config: RunOptions) -> str:
     why = f" ({reason})" if reason else ""
     strategy = "" if config.strategy in (None, AUTO) else f", strategy {config.strategy}"
     prepared = f"precision {precision}{why}, accumulate {config.accumulate or 1}{strategy}"
-    return f"{devices}; a prepared loop: {prepared}; an unmodified one computes and steps as it is written"
+    chosen = [f"precision {precision}"] if config.mixed_precision is not None and precision != "no" else []
+    chosen += [f"accumulate {config.accumulate}"] if (config.accumulate or 1) > 1 else []
+    unmodified = f"an unmodified one: {', '.join(chosen)}" if chosen else _AS_WRITTEN
+    return f"{devices}; a prepared loop: {prepared}; {unmodified}"

@@ -318,7 +318,7 @@ def _status_line(survey: Survey, config: RunOptions, last_run: LastRun | None, s
         >>> print(*line.split("; "), sep="\\n")
         next cell: 1 rank on the CPU
         a prepared loop: precision bf16, accumulate 4
-        an unmodified one computes and steps as it is written
+        an unmodified one: precision bf16, accumulate 4
         no run yet
     """
     return f"next cell: {stay or next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"

@@ -158,6 +158,10 @@ _EFFECTS: Mapping[str, Mapping[LoopKind, FlagEffect]] = {
             "Trainer(accumulate_grad_batches=4)",
             "fabric.no_backward_sync, and a step for every fourth batch",
         ),
+        LoopKind.UNMODIFIED: _works(
+            "K batches for each step of an optimizer, with the mean of their gradients; the last ones of an epoch are "
+            "divided by what they are"
+        ),
         LoopKind.PREPARED: _works(
             "K batches for each optimizer step, where `with accelerator.accumulate(model):` is around a batch",
             "`with accelerator.accumulate(model):` around each batch",

@@ -369,7 +369,7 @@ def test_a_flag_that_would_lose_work_is_refused_and_another_one_is_said_before_t
     assert "--checkpoint-every 10min has no effect above an unmodified loop" in error.evalue
     assert kernel.value(WEIGHTS) == before
     cell = kernel.do(f"%%accelerate -n 2 --start {start} -p bf16 -a 4\n{LOOP}")
-    assert cell.stdout.splitlines()[0].endswith("seed of the notebook; bf16; prepared: accumulate 4")
+    assert cell.stdout.splitlines()[0].endswith("seed of the notebook; bf16, accumulate 4")
     assert cell.stderr.count("has no effect above an unmodified loop") == 1
     assert SPLIT in cell.stdout
     assert "batches of this loop are split" in kernel.value("__import__('nbaccel').last_run.text")

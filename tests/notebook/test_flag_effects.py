@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
 
 WITHOUT: dict[str, set[str]] = {
     "mixed_precision": {"LIGHTNING", "FABRIC", "DDP", "NOTHING"},
-    "accumulate": {"UNMODIFIED", "TRAINER", "LIGHTNING", "FABRIC", "DDP", "NOTHING"},
+    "accumulate": {"TRAINER", "LIGHTNING", "FABRIC", "DDP", "NOTHING"},
     "strategy": {*LoopKind.__members__} - {"PREPARED"},
     "batches": {*LoopKind.__members__} - {"UNMODIFIED"},
     "checkpoint_every": {*LoopKind.__members__} - {"UNMODIFIED", "PREPARED"},

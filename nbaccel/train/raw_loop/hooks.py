@@ -19,8 +19,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbaccel.base.events import LoopKind, TrainingMode, emit
 from nbaccel.base.world import World
+from nbaccel.train.raw_loop.graph import leave_scalers, watch_scalers
 from nbaccel.train.raw_loop.loader_pass import Place
+from nbaccel.train.raw_loop.loader_places import LoaderPlaces
 from nbaccel.train.raw_loop.trained_tensors import surrounding_optimizers
 from nbaccel.train.step.raw_loop_hooks import forget, when_stepping_back
 
@@ -112,12 +115,18 @@ class ChangedLoop:
         self._world = world
         self._said: set[str] = set()
         self._hooks = Hooks(lambda real, *args, **kwargs: real(*args, **kwargs), _pass, _pass, changes)
+        self._changes = changes
+        self._places = LoaderPlaces()
+        self._has_told = False
         for change in changes:
             change.attach(self)
 
     def begin(self, namespace: dict[str, Any] | None) -> None:
         """Begin a task."""
         self._said.clear()
+        self._has_told = False
+        self._places.begin()
+        watch_scalers(lambda optimizer: False, self._changes)
         self._hooks.install()
         when_stepping_back(self.stop)
 
@@ -129,6 +138,8 @@ class ChangedLoop:
         """End a task that ended in another way, or that prepares by itself."""
         forget(self.stop)
         self._hooks.remove()
+        self._places.end()
+        leave_scalers()
 
     def keeps(self, tensors: Sequence[Any]) -> bool:
         return False
@@ -152,7 +163,7 @@ class ChangedLoop:
             sys.stdout.flush()
 
     def place(self) -> Place | None:
-        return None
+        return self._places.place()
 
     def is_partial(self) -> bool:
         return False
@@ -165,7 +176,10 @@ class ChangedLoop:
         return False
 
     def note_call(self, optimizer: Optimizer) -> None:
-        """Do nothing: nothing counts steps here."""
+        """Report, once, that a loop trains: its first step may be left out. Nothing counts steps here."""
+        if not self._has_told:
+            self._has_told = True
+            emit(TrainingMode(LoopKind.UNMODIFIED))
 
 
 def _pass(*_: Any) -> None:

@@ -170,8 +170,8 @@ ALL = {PRECISION, BATCHES, SHARDS}
 @pytest.mark.parametrize(
     ("program", "kind", "lack", "instead"),
     [
-        (loop_that_prepares_nothing, LoopKind.UNMODIFIED, ALL - {PRECISION}, "model, optimizer, loader = acceler"),
-        (loop_below_a_function_of_ours, LoopKind.UNMODIFIED, ALL - {PRECISION}, "model, optimizer, loader = accelera"),
+        (loop_that_prepares_nothing, LoopKind.UNMODIFIED, {SHARDS}, "model, optimizer, loader = acceler"),
+        (loop_below_a_function_of_ours, LoopKind.UNMODIFIED, {SHARDS}, "model, optimizer, loader = accelera"),
         (ddp_of_its_own, LoopKind.DDP, ALL, "hand the bare model to prepare, model, optimizer, loader = accelerator."),
         (accelerates_accelerator, LoopKind.ACCELERATE, {SHARDS}, "`from nbaccel import Accelerator`"),
         (transformers_trainer, LoopKind.TRAINER, {BATCHES, SHARDS}, "TrainingArguments(gradient_accumulation_steps=4)"),
