@@ -148,6 +148,7 @@ class CellDifference:
             "unsaved": unsaved,
             "made": made.roots,
             "copies": {root: encoder.encoded(original) for root, original in made.copies.items()},
+            "others": {root: encoder.encoded(original) for root, original in made.others.items()},
             "contents": contents,
             "unreachable": unreachable,
             "sums": head.sums(without={*(text for text, _ in changes), *unreachable}),
@@ -263,21 +264,38 @@ class Restored:
             roots: The roots by now.
 
         Raises:
-            CheckpointCorrupt: The statements have made other objects, or the file is damaged.
+            CannotResume: The statements have made other objects.
+            CheckpointCorrupt: The file is damaged.
         """
         if self._is_filled or not all(root in roots for root in self._made):
             return {}
         self._is_filled = True
         with _AsCorrupt(self._path):
-            there = made_objects({root: roots[root] for root in self._made})
-            if copies := dict(self._data["copies"]):
+            made = {root: roots[root] for root in self._made}
+            there = made_objects(made)
+            of_roots = {text: (name, kept) for text, name, kept, _ in self._data["contents"]}
+            text_of_root = {root: text_of(ObjectPlace(root)) for root in self._data["others"]}
+            lost = [
+                root
+                for root, text in text_of_root.items()
+                if text in of_roots and not is_alike(there.get(text), *of_roots[text])
+            ]
+            copies = self._data["copies"] | {root: self._data["others"][root] for root in lost}
+            if copies:
                 self._decoder.make(there)
-                there = made_objects(
-                    {root: roots[root] for root in self._made},
-                    {root: self._decoder.decoded(original) for root, original in copies.items()},
-                )
+                originals = {root: self._decoder.decoded(original) for root, original in copies.items()}
+                there = made_objects({root: each for root, each in made.items() if root not in lost}, originals)
+        self._refuse_other(there)
+        with _AsCorrupt(self._path):
             self._decoder.make(there, is_last=True)
-        return self._written(there)
+            names = {root: there[text_of_root[root]].obj for root in lost}
+        return names | self._written(there)
+
+    def _refuse_other(self, there: Mapping[str, Seen]) -> None:
+        with _AsCorrupt(self._path):
+            contents = [(str(text), str(name), kept) for text, name, kept, _ in self._data["contents"]]
+        if other := [_shown_text(text) for text, name, kept in contents if not is_alike(there.get(text), name, kept)]:
+            raise CannotResume(f"{_listed(other)}: made otherwise than in the run that is continued")
 
     def write_again(self, roots: Mapping[str, Any] | None = None) -> None:
         """Write all contents once more, into the same objects: code that ran since may have changed them.
@@ -320,13 +338,8 @@ class Restored:
                 except NotMade:
                     if made is not None:
                         raise
-            there, contents_of_made = made or {}, self._data["contents"] if made is not None else []
-            of_made = [(there[text], str(name), kept, content) for text, name, kept, content in contents_of_made]
-        other = [shown(seen.place) for seen, name, kept, _ in of_made if not is_alike(seen, name, kept)]
-        if other:
-            raise CannotResume(f"{_listed(other)}: made otherwise than in the run that is continued")
-        with _AsCorrupt(self._path):
-            late = [prepared(seen, content, decoder) for seen, _, _, content in of_made]
+            parts = self._data["contents"] if made is not None else []
+            late = [prepared((made or {})[text], content, decoder) for text, _, _, content in parts]
             fills = decoder.fills()
             for fill in fills:
                 fill()

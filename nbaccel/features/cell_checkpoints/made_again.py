@@ -48,12 +48,15 @@ class MadeAgain:
     Args:
         roots: Roots whose statements make them.
         copies: By their roots, the models of which they are copies.
+        others: By their roots, models of which those may be copies that their statements do not make: after
+            ``best = None`` a later round may have copied one.
         state: What roots and copies lead to.
         places: By the id of an object, its place; of the others the file has the value.
     """
 
     roots: list[str]
     copies: dict[str, Any]
+    others: dict[str, Any]
     state: HeadState
     places: dict[int, str]
 
@@ -79,25 +82,26 @@ class MadeAgain:
             places[id(found)] = f"{COPY}{len(copies)}"
             return True
 
+        roots |= {root: each for root, each in bound.items() if isinstance(each, torch.nn.Module) and can_make(root)}
+        for value in roots.values():
+            places |= dict.fromkeys(map(id, [*value.modules(), *value.parameters(), *value.buffers()]), "")
         for root, value in bound.items():
-            if type(value) in SCALARS or isinstance(value, Tensor) or stateless(value) is not None:
+            if type(value) in SCALARS or root in roots or stateless(value) is not None:
                 continue
-            if _without_form(trial.encoded, value) is not None and can_make(root):
+            while (found := _without_form(trial.encoded, value)) is not None and is_copied(found):
+                pass
+            if can_make(root) and (found is not None or _leads_on(value, head, places)):
                 roots[root] = value
-        seen = {id(each): each for value in roots.values() for each in _modules_of(value)}
-        places |= dict.fromkeys([*seen, *map(id, roots.values())], "")
-        for root, value in bound.items():
-            if root not in roots and stateless(value) is None:
-                while (found := _without_form(trial.encoded, value)) is not None and is_copied(found):
-                    pass
+                places[id(value)] = ""
         for content in changes:
             while (found := _without_form(trial.change, content)) is not None and is_copied(found):
                 pass
         own = {f"{COPY}{number}": found for number, (found, _) in enumerate(copies.values())}
-        ordered = sorted(roots, key=lambda root: not isinstance(roots[root], torch.nn.Module))
-        state = HeadState({root: roots[root] for root in ordered} | own, are_names=False)
-        there = _in_place(state, head)
-        return cls(ordered, dict(zip(own, (original for _, original in copies.values()), strict=True)), state, there)
+        state = HeadState(roots | own, are_names=False)
+        originals = dict(zip(own, (original for _, original in copies.values()), strict=True))
+        models = {root: value for root, value in roots.items() if isinstance(value, torch.nn.Module)}
+        others = {root: each for root in models if (each := _original(models[root], head, models)) is not None}
+        return cls(list(roots), originals, others, state, _in_place(state, head))
 
     def contents(self, encoder: Encoder) -> Iterator[list[Any]]:
         """Yield the place of each object, what it is, and what is data of it.
@@ -115,9 +119,10 @@ def _as_it_is(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _modules_of(value: Any) -> Iterator[torch.nn.Module]:
-    if isinstance(value, torch.nn.Module):
-        yield from value.modules()
+def _leads_on(value: Any, head: HeadState, places: Mapping[int, str]) -> bool:
+    """Return whether a value leads to objects that statements make: other statements may read them by it."""
+    trial = Encoder(head, _as_it_is, places)
+    return _without_form(trial.encoded, value) is None and ["made", ""] in trial.records
 
 
 def _without_form(encoded: Callable[[Any], Any], value: Any) -> Any:
@@ -226,9 +231,13 @@ def made_objects(roots: Mapping[str, Any], copies: Mapping[str, Any] = MappingPr
     return HeadState({**roots, **own}, are_names=False).objects()
 
 
-def is_alike(seen: Seen, name: str, kept: Any) -> bool:
-    """Return whether an object that was made again is of the same class, and leads to the same code."""
-    return _name_of(seen.obj) == name and (type(seen.obj) is not dict or _kept(seen.obj.items()) == kept)
+def is_alike(seen: Seen | None, name: str, kept: Any) -> bool:
+    """Return whether an object was made again, is of the same class, and leads to the same code."""
+    return (
+        seen is not None
+        and _name_of(seen.obj) == name
+        and (type(seen.obj) is not dict or _kept(seen.obj.items()) == kept)
+    )
 
 
 def prepared(seen: Seen, content: Any, decoder: Decoder) -> Callable[[], Write | None]:

@@ -100,7 +100,7 @@ def test_the_model_of_a_fold_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_another_model_than_that_of_the_fold_is_an_error(tmp_path: Path) -> None:
     _saved(tmp_path)
 
-    with pytest.raises(CheckpointCorrupt, match="does not fit this notebook"):
+    with pytest.raises(CannotResume, match=r"^model, .*: made otherwise than in the run that is continued"):
         _continued(tmp_path, MAKE.replace("Net()", "torch.nn.Linear(4, 3)"))
 
 
@@ -173,6 +173,23 @@ def test_models_of_folds_that_are_over_are_copies_with_their_own_numbers(tmp_pat
     assert other["kept"][2][0] is other["model"]
     states = [[repr(model.state_dict()) for model, _ in each["kept"]] for each in (notebook, other)]
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("first", ["None", "model"])
+def test_a_model_that_a_later_round_has_copied_is_copied_again(tmp_path: Path, first: str) -> None:
+    make = f"model = Net()\nbest = {first}\n"
+    notebook = executed(ABOVE)
+    head = HeadState(notebook)
+    executed(make + "best = copy.deepcopy(model)\nbest.fc.bias.data += 1", notebook)
+    CellDifference.between(head, notebook, can_make=lambda root: root in ("model", "best")).write(tmp_path)
+    other = executed(ABOVE)
+    restored = StoredDifference.read(tmp_path).apply(HeadState(other), lambda *_: None)
+
+    executed(make, other)
+    other.update(restored.fill(other))
+
+    for name in ("model", "best"):
+        assert repr(other[name].state_dict()) == repr(notebook[name].state_dict())
 
 
 @pytest.mark.parametrize("other", ["torch.nn.GELU()", "torch.nn.Linear(3, 3)"])
