@@ -38,7 +38,6 @@ class RankStreams:
         self._message_id = 0
         self._publishing = threading.Lock()
         self._asking = threading.Lock()
-        self._streams = _text_stream(1), _text_stream(2)
 
     def install(self, channel: Channel) -> tuple[Any, Any]:
         """Make fd 0 empty, fd 1 and 2 pipes to the kernel, and sys.stdout and sys.stderr write there line by line.
@@ -62,7 +61,9 @@ class RankStreams:
             os.dup2(source, target)
             os.close(source)
         old = (sys.stdout, sys.stderr)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = self._streams  # type: ignore[misc]
+        # Made here, not in the kernel: a stream asks its descriptor once whether it can seek.
+        sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]
+        sys.stderr = sys.__stderr__ = _text_stream(2)  # type: ignore[misc]
         return old
 
     def publish(self, message: dict[str, Any]) -> None:
