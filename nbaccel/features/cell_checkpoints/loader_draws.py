@@ -1,31 +1,49 @@
 """Random states with which torch's loaders draw their order, and passing over batches without fetching. Runs in ranks.
 
 A loader draws when its iterator is made and when its first batch is asked for. Of two loaders in one loop the second
-draws after the first has fetched, so each state is kept by itself. Batches that are passed over are drawn as indices
-alone where the loader fetches in this process. They are those of the user's loader: parts of them, of several ranks,
-are made below.
+draws after the first has fetched, so each state is kept by itself; so are generators of its own, and plain values of a
+sampler that the user wrote. When it draws again, the last indices are compared. Batches that are passed over are drawn
+as indices alone where the loader fetches in this process. They are those of the user's loader: parts of them, of
+several ranks, are made below.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import random
 import threading
 import types
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from nbaccel.base.notices import is_users
+from nbaccel.base.quantities import with_article
 from nbaccel.features.cell_checkpoints import random_states
+from nbaccel.features.cell_checkpoints.data_codec import refuse_state
 from nbaccel.train.raw_loop import loader_pass
 
-__all__ = ["DRAWN", "LoaderDraw", "LoaderDraws", "draws_nothing", "obstacle_to_passing", "remade"]
+__all__ = [
+    "DRAWN",
+    "LoaderDraw",
+    "LoaderDraws",
+    "digest_of",
+    "has_generator",
+    "is_iterator",
+    "is_known",
+    "obstacle_to_passing",
+    "remade",
+]
 
 DRAWN = "nbaccel_drawn"
 """Attribute of an iterator: its `LoaderDraw`."""
@@ -40,12 +58,21 @@ class LoaderDraw:
         created: The state when it was made.
         first: The state before its first batch; None if that has not come.
         again: The state that its first batch gets; None if that is the present one.
+        count: Indices of batches that it has drawn.
+        last: A number for the last of them.
     """
 
     loader_of: weakref.ref[Any]
     created: dict[str, Any]
     first: dict[str, Any] | None = None
     again: dict[str, Any] | None = None
+    count: int = 0
+    last: int = 0
+
+    def note(self, what: Any) -> None:
+        """Note the indices of a batch, or a batch that is made without."""
+        self.count += 1
+        self.last = digest_of(what)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Return nothing: a pickled iterator has drawn in another process."""
@@ -58,7 +85,7 @@ class LoaderDraw:
 
     def record(self) -> dict[str, Any]:
         """Return what `LoaderDraws.passing` needs."""
-        return {"created": self.created, "first": self.first}
+        return {"created": self.created, "first": self.first, "order": [self.count, self.last]}
 
 
 class LoaderDraws:
@@ -70,7 +97,8 @@ class LoaderDraws:
 
     def __init__(self, on_made: Callable[[LoaderDraw], None]) -> None:
         self._on_made = on_made
-        self._records: deque[dict[str, Any]] = deque()
+        self._records: deque[Mapping[str, Any]] = deque()
+        self._repeated: list[tuple[Mapping[str, Any], LoaderDraw]] = []
         self._is_passing = False
         self._place = (os.getpid(), threading.get_ident())
 
@@ -102,9 +130,10 @@ class LoaderDraws:
         if kind.__next__ is self._own[1]:
             kind.__next__ = self._next
 
-    def expect(self, records: Iterable[dict[str, Any]]) -> None:
+    def expect(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Let the iterators that are made next draw with these states, until `passed`."""
         self._records = deque(records)
+        self._repeated.clear()
 
     def pass_over(self, iterator: Any, count: int) -> None:
         """Take `count` items of an iterator of the loop; loaders below it fetch nothing where they need not."""
@@ -115,35 +144,131 @@ class LoaderDraws:
         finally:
             self._is_passing = False
 
-    def passed(self) -> None:
-        """Note that the loop is where it was: its loaders have drawn."""
+    def passed(self) -> bool:
+        """Note that the loop is where it was; return whether its loaders have drawn the same again."""
         self._records.clear()
+        return all(record["order"] == [drawn.count, drawn.last] for record, drawn in self._repeated)
 
     def _minds(self) -> bool:
         return self._place == (os.getpid(), threading.get_ident())
 
     def _begin(self, loader: Any, real: Callable[[Any], Any]) -> Any:
-        again = None
-        if self._records:
-            record = self._records.popleft()
-            random_states.restore(record["created"])
-            again = record["first"]
-        created = random_states.read()
+        record = self._records.popleft() if self._records else None
+        if record is not None:
+            _restore(loader, record["created"])
+        created = _states(loader)
         iterator = real(loader)
         if isinstance(iterator, _BaseDataLoaderIter):
-            drawn = LoaderDraw(weakref.ref(loader), created, again=again)
+            drawn = LoaderDraw(weakref.ref(loader), created, again=None if record is None else record["first"])
             iterator.__dict__[DRAWN] = drawn
+            iterator._sampler_iter = _Noted(iterator._sampler_iter, drawn)
+            if record is not None:
+                self._repeated.append((record, drawn))
             self._on_made(drawn)
         return iterator
 
     def _take(self, iterator: Any, drawn: LoaderDraw, real: Callable[[Any], Any]) -> Any:
-        if drawn.first is None:
+        if drawn.first is None and (loader := drawn.loader) is not None:
             if drawn.again is not None:
-                random_states.restore(drawn.again)
-            drawn.first = random_states.read()
+                _restore(loader, drawn.again)
+            drawn.first = _states(loader)
         if self._is_passing and _need_not_fetch(iterator):
             return _draw(iterator)
-        return real(iterator)
+        batch = real(iterator)
+        if iterator._dataset_kind != _DatasetKind.Map:
+            drawn.note(batch)
+        return batch
+
+
+class _Noted:
+    """The indices of a loader's batches, each noted when it is drawn."""
+
+    def __init__(self, indices: Iterator[Any], drawn: LoaderDraw) -> None:
+        self._indices = indices
+        self._drawn = drawn
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        index = next(self._indices)
+        if index is not None:
+            self._drawn.note(index)
+        return index
+
+
+_Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+_SCALARS = frozenset({int, float, bool, str})
+
+_STATES, _OWN = "states", "own"
+
+
+def _states(loader: Any) -> dict[str, Any]:
+    """Return the random states, with generators that only this loader draws from, and values of samplers, as JSON."""
+    own = []
+    for at, part in enumerate(_parts_of(loader)):
+        for name, value in getattr(part, "__dict__", {}).items():
+            if isinstance(value, _Generator):
+                own.append([at, name, _state_of(value)])
+            elif type(value) in _SCALARS and not type(part).__module__.startswith("torch."):
+                own.append([at, name, value])
+    return {_STATES: random_states.read(), _OWN: own}
+
+
+def _restore(loader: Any, states: Mapping[str, Any]) -> None:
+    """Go back to what `_states` returned."""
+    parts = _parts_of(loader)
+    for at, name, state in states[_OWN]:
+        value = vars(parts[at])[name]
+        if isinstance(value, _Generator):
+            _set_state(value, state)
+        elif type(value) in _SCALARS and type(state) in _SCALARS:
+            setattr(parts[at], name, state)
+    random_states.restore(states[_STATES])
+
+
+def _parts_of(loader: Any) -> list[Any]:
+    """Return what draws the order of a loader."""
+    batches, single = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    stream = loader.dataset if isinstance(loader.dataset, IterableDataset) else None
+    return [loader, batches, single, getattr(batches, "sampler", None), getattr(single, "sampler", None), stream]
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes().hex()
+    if isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return [version, list(words), gauss]
+    state = generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
+    return _plain(state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate((state[0], tuple(state[1]), state[2]))
+    else:
+        state = _arrays(state)
+        refuse_state(state)
+        if hasattr(generator, "set_state"):
+            generator.set_state(state)
+        else:
+            generator.bit_generator.state = state
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
+
+
+def _arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _arrays(value) for name, value in state.items()}
+    return np.array(state, dtype=np.uint64) if isinstance(state, list) else state
 
 
 def _need_not_fetch(iterator: Any) -> bool:
@@ -165,10 +290,10 @@ def remade(loader: Any, created: dict[str, Any], first: dict[str, Any] | None, t
         created, first: Its states, see `LoaderDraw`.
     """
     kept = random_states.read()
-    random_states.restore(created)
+    _restore(loader, created)
     iterator = iter(loader)
     if first is not None:
-        random_states.restore(first)
+        _restore(loader, first)
         drawn = iterator.__dict__.get(DRAWN)
         if drawn is not None:
             drawn.first = first
@@ -194,9 +319,26 @@ _PLAIN: tuple[type, ...] = (
 
 
 def obstacle_to_passing(iterator: Any) -> str:
-    """Return what of an iterator's position is more than a number of items; empty where it can be passed over."""
-    if isinstance(iterator, (_BaseDataLoaderIter, *_PLAIN)):
-        return ""
+    """Return what of an iterator's position is more than a number of items; empty where it can be passed over.
+
+    A generator of a library, such as that of folds, is run again; what it yields is compared (`digest_of`).
+    """
+    for part in _innermost(iterator):
+        if isinstance(part, types.GeneratorType):
+            if is_users(part.gi_code.co_filename):
+                return "a generator"
+        elif not isinstance(part, (_BaseDataLoaderIter, *_PLAIN)) and not is_known(part):
+            return with_article(type(part).__name__)
+    return ""
+
+
+def has_generator(iterator: Any) -> bool:
+    """Return whether an iterator takes from a generator of a library; one that takes from a loader does not count."""
+    return any(isinstance(part, types.GeneratorType) for part in _innermost(iterator))
+
+
+def _innermost(iterator: Any) -> Iterator[Any]:
+    """Yield what an iterator takes from, below `zip`, `enumerate` and bars."""
     if isinstance(iterator, zip):
         inner = iterator.__reduce__()[1]
     elif isinstance(iterator, enumerate):
@@ -205,25 +347,45 @@ def obstacle_to_passing(iterator: Any) -> str:
         names = iterator.gi_frame.f_locals if iterator.gi_frame is not None else {}
         inner = tuple(names[name] for name in ("it", "iterable") if name in names)[:1]
     else:
-        kind = type(iterator)
-        return "a generator" if kind is types.GeneratorType else f"{kind.__module__}.{kind.__qualname__}"
-    return next(filter(None, map(_obstacle_within, inner)), "")
+        yield iterator
+        return
+    for each in inner:
+        yield from _innermost(each)
 
 
-def _obstacle_within(part: Any) -> str:
-    """Like `obstacle_to_passing`; what a bar goes over may be no iterator yet."""
-    if isinstance(part, (DataLoader, torch.Tensor, Sequence, Mapping, Set)) or type(part).__module__ == "numpy":
-        return ""
-    return obstacle_to_passing(part)
+def is_known(iterable: Any) -> bool:
+    """Return whether `iter` of it does nothing but hand out what it holds, or is a loader's, which is noted."""
+    kinds = (DataLoader, torch.Tensor, list, tuple, range, dict, str, bytes, set, frozenset, np.ndarray, deque)
+    return isinstance(iterable, (*kinds, KeysView, ValuesView, ItemsView))
+
+
+def is_iterator(iterable: Any) -> bool:
+    """Return whether it is an iterator, or a bar around one, of which `obstacle_to_passing` knows."""
+    return hasattr(type(iterable), "__next__") or type(iterable).__module__.startswith("tqdm.")
+
+
+def digest_of(item: Any) -> int:
+    """Return a number for an item, by a few of its values; nothing waits for a device."""
+    return zlib.crc32(repr(_sampled(item)).encode())
+
+
+_MOST = 8
+"""Values of an item, from each end, that are looked at."""
+
+
+def _sampled(item: Any) -> Any:
+    if isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided:
+        return _sampled(item.detach().reshape(-1)[[*range(min(_MOST, item.numel()))]].tolist()), tuple(item.shape)
+    if isinstance(item, np.ndarray | np.generic):
+        return item.reshape(-1)[:_MOST].tolist(), item.reshape(-1)[-_MOST:].tolist(), item.shape
+    if isinstance(item, list | tuple):
+        return [*map(_sampled, item[:_MOST])], [*map(_sampled, item[-_MOST:])], len(item)
+    if isinstance(item, dict):
+        return [(repr(name), _sampled(value)) for name, value in itertools.islice(item.items(), _MOST)]
+    return item if type(item) in _SCALARS or item is None else type(item).__name__
 
 
 def _is_bar(iterator: types.GeneratorType[Any, Any, Any]) -> bool:
     """Return whether a generator is tqdm's, which passes on what it is given."""
     code = iterator.gi_code
     return code.co_qualname in ("tqdm.__iter__", "tqdm_notebook.__iter__")
-
-
-def draws_nothing(iterable: Any) -> bool:
-    """Return whether `iter` of it draws no random numbers, or those of a loader, which are noted by themselves."""
-    kinds = (DataLoader, torch.Tensor, list, tuple, range, dict, str, bytes, set, frozenset, *_PLAIN)
-    return isinstance(iterable, (*kinds, KeysView, ValuesView, ItemsView))

@@ -27,6 +27,7 @@ from typing import Any, Protocol, Self
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nbaccel.base.code_text import parsed_lines
+from nbaccel.base.quantities import with_article
 from nbaccel.errors import CannotResume
 from nbaccel.features.cell_checkpoints import random_states
 from nbaccel.features.cell_checkpoints.frame_position import NoPosition, Standing, locals_of, path_of, users_frames
@@ -34,7 +35,10 @@ from nbaccel.features.cell_checkpoints.loader_draws import (
     DRAWN,
     LoaderDraw,
     LoaderDraws,
-    draws_nothing,
+    digest_of,
+    has_generator,
+    is_iterator,
+    is_known,
     obstacle_to_passing,
 )
 from nbaccel.features.cell_checkpoints.marked_loops import (
@@ -399,9 +403,9 @@ class _OpenLoop:
 
     def begin(self, iterable: Any) -> _Items:
         """Return the items of a `for`."""
-        if self.head is None and not draws_nothing(iterable):
+        if self.head is None and not is_known(iterable):
             self.head = random_states.read()
-        self.items = _Items(self, iter(iterable))
+        self.items = _Items(self, iterable)
         return self.items
 
 
@@ -409,20 +413,26 @@ class _Items:
     """The items of a `for`.
 
     Attributes:
+        iterator: Hands them out.
+        kind: The name of the class of what it was made of, if only that class knows what `iter` of it does.
+        range: The limits of a `range`, which may be other ones when its head is evaluated again.
         taken: How many it has had.
-        at: The last one, if it is a number or a text.
+        at: The last one, if it is a number or a text; a number for it, if the loop is over a generator.
         again: The item that comes once more, of a run that goes on.
     """
 
-    __slots__ = ("_cell", "_loop", "again", "at", "iterator", "taken")
+    __slots__ = ("_cell", "_is_generated", "_loop", "again", "at", "iterator", "kind", "range", "taken")
 
-    def __init__(self, loop: _OpenLoop, iterator: Iterator[Any]) -> None:
+    def __init__(self, loop: _OpenLoop, iterable: Any) -> None:
         self._loop = loop
         self._cell = loop.cell
-        self.iterator = iterator
+        self.kind = "" if is_known(iterable) or is_iterator(iterable) else type(iterable).__name__
+        self.range = [iterable.start, iterable.stop, iterable.step] if type(iterable) is range else None
+        self.iterator: Iterator[Any] = iter(iterable)
         self.taken = 0
         self.at: Any = None
         self.again: list[Any] = []
+        self._is_generated: bool | None = None  # a bar says what it takes from with its first item
 
     def __iter__(self) -> Self:
         return self
@@ -435,7 +445,12 @@ class _Items:
             self._cell.at_boundary(loop, sys._getframe(1))
         item = next(self.iterator)
         self.taken += 1
-        self.at = item if type(item) in _SHOWN_ITEMS else None
+        if self._is_generated is None:
+            self._is_generated = has_generator(self.iterator)
+        if type(item) in _SHOWN_ITEMS:
+            self.at = item
+        else:
+            self.at = [digest_of(item)] if self._is_generated else None
         return item
 
 
@@ -589,6 +604,7 @@ def _record(loop: _OpenLoop, frame: int) -> dict[str, Any]:
         "line": loop.site.line,
         "taken": 0 if items is None else items.taken,
         "at": None if items is None else items.at,
+        "range": None if items is None else items.range,
         "head": loop.head,
         "drawn": [each.record() for each in loop.drawn],
     }
@@ -604,7 +620,10 @@ def _refuse_unpassable(loop: _OpenLoop) -> None:
         return
     node, line = loop.site.node, loop.site.line
     assert isinstance(node, ast.For), "a `while` has no items"
-    if what := obstacle_to_passing(loop.items.iterator):
+    what = with_article(loop.items.kind) if loop.items.kind else obstacle_to_passing(loop.items.iterator)
+    if loop.drawn and has_generator(loop.items.iterator):
+        what = "a generator over a loader"
+    if what:
         raise NoPosition(
             f"line {line} loops over {what}, and how far it has come is known to nobody. A loop over the loader, or a "
             "list, can go on in its middle."
@@ -719,30 +738,52 @@ class _Way:
         self._current = loop
 
     def rest(self, top: _OpenLoop, iterable: Any, is_last: bool) -> _Items:
-        """Pass over the items that an open loop had."""
+        """Pass over the items that an open loop had.
+
+        Raises:
+            CannotResume: They are other ones now.
+        """
         loop = self._current
         top.head = loop["head"]
-        top.items = items = _Items(top, iter(iterable))
+        top.items = items = _Items(top, range(*loop["range"]) if loop["range"] else iterable)
         is_placed = DRAWN in getattr(items.iterator, "__dict__", ()) and not top.drawn
-        count = loop["taken"] - (not is_last)
-        if not is_placed:
-            self._cell.draws.pass_over(items.iterator, count)
-            items.taken = count
-        if is_last:
-            items.taken = loop["taken"]
-            self._cell.draws.passed()
-            self.arrive(top)
-            return items
-        item = None if is_placed else next(items)
+        if is_placed:
+            items.again.append(None)
+        else:
+            self._pass_over(items, loop, is_last)
         items.taken = loop["taken"]
-        if loop["at"] is not None and item != loop["at"]:
-            raise CannotResume(
-                f"the loop in line {loop['line']}, in which the run that is continued was at {loop['at']!r}, comes to "
-                f"{item!r} there: its items have another order now (a set? sort it)"
-            )
-        self._cell.draws.passed()
-        items.again.append(item)
+        if is_last:
+            items.again.clear()
+            self.arrive(top)
         return items
+
+    def _pass_over(self, items: _Items, loop: Mapping[str, Any], is_last: bool) -> None:
+        is_drawn_only = is_last and loop["at"] is None
+        try:
+            self._cell.draws.pass_over(items.iterator, loop["taken"] - (not is_drawn_only))
+            if not is_drawn_only:
+                items.again.append(next(items))
+        except StopIteration:
+            raise CannotResume(
+                f"the loop in line {loop['line']} has fewer items than the {loop['taken']} that it had in the run that "
+                "is continued: it is over other data now"
+            ) from None
+        self._compare(items, loop)
+
+    def _compare(self, items: _Items, loop: Mapping[str, Any]) -> None:
+        where = f"the loop in line {loop['line']}"
+        if not self._cell.draws.passed():
+            raise CannotResume(
+                f"{where} draws other samples than in the run that is continued: its loader's sampler depends on more "
+                "than random states. Give it a seed, or a generator."
+            )
+        if loop["at"] is not None and items.at != loop["at"]:
+            is_number = isinstance(items.at, list) or isinstance(loop["at"], list)
+            then, now = ("another item", "this one") if is_number else (repr(loop["at"]), repr(items.at))
+            raise CannotResume(
+                f"{where}, in which the run that is continued was at {then}, comes to {now} there: its items have "
+                "another order now (a set? sort it)"
+            )
 
     def is_first(self, number: int) -> bool:
         """Return whether a loop is in the round that goes on."""

@@ -131,7 +131,7 @@ class Saver:
             return
         assert self.head is not None
         try:
-            difference = CellDifference.between(self.head, boundary.roots(), _copy, boundary.can_make)
+            difference = CellDifference.between(self.head, boundary.roots(), _copy, can_make=boundary.can_make)
         except CannotSave:
             if self.difference is None:
                 raise

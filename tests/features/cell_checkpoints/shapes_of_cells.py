@@ -366,3 +366,62 @@ for lr in (1e-2, 1e-3):
     ),
 }
 """Shapes whose models are made in a round of the outermost loop."""
+
+OWN_ORDERS = {
+    "a generator of the loader": (
+        "",
+        "g = torch.Generator().manual_seed(5)\nloader = DataLoader(Noisy(), 8, shuffle=True, generator=g)\n" + SETUP + _FLAT,
+    ),
+    "a sampler of the user's, with a counter": (
+        """
+class Own(torch.utils.data.Sampler):
+    epoch = 0
+    def __init__(self): self.epoch = 0; self.rng = np.random.default_rng(1)
+    def __len__(self): return 48
+    def __iter__(self):
+        self.epoch += 1; random.Random(self.epoch).random()
+        return iter(((self.rng.permutation(48) + self.epoch) % 48).tolist())
+loader = DataLoader(Noisy(), 8, sampler=Own())
+""",
+        SETUP + _FLAT,
+    ),
+    "a weighted sampler, and one of torch's generators": (
+        "w = torch.rand(48)\n",
+        "loader = DataLoader(Noisy(), 8, sampler=torch.utils.data.WeightedRandomSampler(w, 48))\n" + SETUP + _FLAT,
+    ),
+    "a stream with a generator": (
+        """
+class Stream(IterableDataset):
+    def __init__(self): self.g = torch.Generator().manual_seed(2)
+    def __iter__(self):
+        for i in torch.randperm(48, generator=self.g).tolist(): yield train_set[i]
+loader = DataLoader(Stream(), 8)
+""",
+        SETUP + _FLAT,
+    ),
+    "folds of a library's generator": (
+        """
+def split(n):
+    rng = np.random.default_rng(7)
+    for k in range(3):
+        order = rng.permutation(n); yield order[: n // 2], order[n // 2 :]
+split.__code__ = split.__code__.replace(co_filename=np.__file__)
+""",
+        SETUP
+        + """
+for fold, (train, _) in enumerate(split(48)):
+    for at in range(0, 24, 4): history.append((fold, step(model, opt, X[train[at : at + 4]], Y[train[at : at + 4]])))
+""",
+    ),
+    "a range whose end moves": (
+        "",
+        SETUP
+        + """
+n = 8
+for k in range(n):
+    n += 1
+    for m in range(k % 2 + 1): history.append(step(model, opt, X, Y))
+""",
+    ),
+}
+"""Orders that hang on more than three generators."""

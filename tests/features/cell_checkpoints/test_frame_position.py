@@ -94,7 +94,7 @@ def test_a_statement_that_holds_a_value_meanwhile_is_refused_within_a_loop(state
     ("head", "what"),
     [
         ("(b for b in loader)", "loops over a generator"),
-        ("map(tuple, loader)", "loops over builtins.map"),
+        ("map(tuple, loader)", "loops over a map"),
         ("enumerate(b for b in loader)", "loops over a generator"),
         ("zip(loader, (b for b in loader))", "loops over a generator"),
         ("numbers", "loops over `numbers`, which had begun before"),

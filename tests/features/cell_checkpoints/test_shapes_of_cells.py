@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from features.cell_checkpoints.marked_programs import ABOVE, Ended, Notebook, Refused, Saved, Saver, Watched, ended_at
-from features.cell_checkpoints.shapes_of_cells import EXACT, MADE_IN_THE_LOOP, REFUSED, SETUP, WITH_WORKERS
+from features.cell_checkpoints.shapes_of_cells import EXACT, MADE_IN_THE_LOOP, OWN_ORDERS, REFUSED, SETUP, WITH_WORKERS
 from nbaccel.errors import CannotResume, CannotSave
 from nbaccel.features.cell_checkpoints.marked_loops import LOOPS
 from nbaccel.features.source.users_functions import uses_name
@@ -70,6 +70,15 @@ def goes_on(above: str, cell: str, step: int, folder: Path) -> None:
 def test_a_cell_that_ended_goes_on_bit_by_bit(shape: str, tmp_path: Path) -> None:
     above, cell = EXACT[shape]
     goes_on(above, cell, random.Random(shape).randint(5, 11), tmp_path)
+
+
+@pytest.mark.parametrize("shape", OWN_ORDERS)
+@pytest.mark.parametrize("step", [5, 11])
+def test_an_order_that_hangs_on_more_than_three_generators_is_the_same_again(
+    shape: str, step: int, tmp_path: Path
+) -> None:
+    above, cell = OWN_ORDERS[shape]
+    goes_on(above, cell, step, tmp_path)
 
 
 @pytest.mark.parametrize("shape", MADE_IN_THE_LOOP)
