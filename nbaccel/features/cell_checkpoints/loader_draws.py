@@ -27,10 +27,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from nbaccel.base.notices import is_users
 from nbaccel.base.quantities import with_article
 from nbaccel.features.cell_checkpoints import random_states
 from nbaccel.features.cell_checkpoints.data_codec import refuse_state
+from nbaccel.features.source.users_functions import is_rewritable
 from nbaccel.train.raw_loop import loader_pass
 
 __all__ = [
@@ -54,7 +54,7 @@ class LoaderDraw:
     """The states with which one iterator of a loader drew.
 
     Args:
-        loader_of: Returns its loader, if that still exists.
+        loader: Returns its loader, if that still exists.
         created: The state when it was made.
         first: The state before its first batch; None if that has not come.
         again: The state that its first batch gets; None if that is the present one.
@@ -62,7 +62,7 @@ class LoaderDraw:
         last: A number for the last of them.
     """
 
-    loader_of: weakref.ref[Any]
+    loader: weakref.ref[Any]
     created: dict[str, Any]
     first: dict[str, Any] | None = None
     again: dict[str, Any] | None = None
@@ -77,11 +77,6 @@ class LoaderDraw:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Return nothing: a pickled iterator has drawn in another process."""
         return type(None), ()
-
-    @property
-    def loader(self) -> Any:
-        """The loader; None if it is gone."""
-        return self.loader_of()
 
     def record(self) -> dict[str, Any]:
         """Return what `LoaderDraws.passing` needs."""
@@ -168,7 +163,7 @@ class LoaderDraws:
         return iterator
 
     def _take(self, iterator: Any, drawn: LoaderDraw, real: Callable[[Any], Any]) -> Any:
-        if drawn.first is None and (loader := drawn.loader) is not None:
+        if drawn.first is None and (loader := drawn.loader()) is not None:
             if drawn.again is not None:
                 _restore(loader, drawn.again)
             drawn.first = _states(loader)
@@ -325,7 +320,7 @@ def obstacle_to_passing(iterator: Any) -> str:
     """
     for part in _innermost(iterator):
         if isinstance(part, types.GeneratorType):
-            if is_users(part.gi_code.co_filename):
+            if is_rewritable(part.gi_code.co_filename):
                 return "a generator"
         elif not isinstance(part, (_BaseDataLoaderIter, *_PLAIN)) and not is_known(part):
             return with_article(type(part).__name__)
