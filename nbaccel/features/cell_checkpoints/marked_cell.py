@@ -160,6 +160,7 @@ class MarkedCell:
         self.draws = LoaderDraws(self._note_drawn)
         self.open_loops: list[_OpenLoop] = []
         self.ended: list[list[Path]] = []
+        self.ended_at_no_position = ""
         self.head_locals: list[set[str]] | None = None
         self._place = (0, 0)
         self._way = None if going_on is None else _Way(self, going_on)
@@ -329,12 +330,14 @@ class MarkedCell:
         self.open_loops.pop()
         if self.open_loops or loop.steps_at_head == self.steps:
             return
-        standings = self.standings(loop.frame)
-        with suppress(NoPosition):  # then the statement of the cell is known at least
-            self.ended.append([])
+        self.ended.append([])
+        try:
+            standings = self.standings(loop.frame, is_strict=True)
             for each in standings:
                 site = loop.site if each is standings[-1] else None
                 self.ended[-1].append(path_of(each, site, is_inside=False))
+        except NoPosition as error:
+            self.ended_at_no_position = str(error)
 
     def at_boundary(self, loop: _OpenLoop, frame: types.FrameType) -> None:
         """Tell the watcher of a boundary."""
@@ -539,6 +542,8 @@ class Boundary:
     def _paths(self) -> tuple[list[Standing], list[Path]]:
         if self._found is None:
             standings = self._cell.standings(self._frame, is_strict=True)
+            if self._cell.ended_at_no_position:
+                raise NoPosition(self._cell.ended_at_no_position)
             loops = self._loops()
             paths = []
             for each in standings:
@@ -567,17 +572,20 @@ class Boundary:
     def _made_again(self, standings: Sequence[Standing], paths: Sequence[Path], frame: int) -> set[str]:
         """Return the names of a frame whose binding statements run again, since they stand before the position.
 
-        Not those of the frame that the outermost loop is in, before it: these were there at the head.
+        Not those that were there at the head: it is that of the outermost loop, unless a statement before has trained.
         """
         outer = next(number for number, each in enumerate(standings) if each.frame is self._loops()[0].frame)
-        if frame < outer:
-            return set()
-        body, is_open, found = standings[frame].function.body, frame > outer, set[str]()
-        if frame > outer:
-            found |= {*standings[frame].frame.f_code.co_varnames[: _parameters(standings[frame].frame.f_code)]}
-        for at, name in paths[frame]:
+        ended = [each[frame] for each in self._cell.ended if len(each) > frame and each[:frame] == paths[:frame]]
+        is_open, found = frame > outer or bool(self._cell.ended), set[str]()
+        if frame and is_open:
+            code = standings[frame].frame.f_code
+            found |= {*code.co_varnames[: _parameters(code)]}
+        body = standings[frame].function.body
+        for depth, (at, name) in enumerate(paths[frame]):
             if is_open:
-                found |= {each for before in body[:at] for each in bound_by(before)}
+                left_out = {each[depth][0] for each in ended if each[:depth] == paths[frame][:depth]}
+                again = (before for number, before in enumerate(body[:at]) if number not in left_out)
+                found |= {each for before in again for each in bound_by(before)}
             node = body[at]
             if isinstance(node, ast.With):
                 found |= {each for item in node.items if item.optional_vars for each in bound_by(item.optional_vars)}

@@ -370,7 +370,9 @@ for lr in (1e-2, 1e-3):
 OWN_ORDERS = {
     "a generator of the loader": (
         "",
-        "g = torch.Generator().manual_seed(5)\nloader = DataLoader(Noisy(), 8, shuffle=True, generator=g)\n" + SETUP + _FLAT,
+        "g = torch.Generator().manual_seed(5)\nloader = DataLoader(Noisy(), 8, shuffle=True, generator=g)\n"
+        + SETUP
+        + _FLAT,
     ),
     "a sampler of the user's, with a counter": (
         """

@@ -135,3 +135,16 @@ def test_a_loop_whose_names_do_not_say_that_it_trains_is_refused() -> None:
 )
 def test_plain_calls_can_be_entered_again(cell: str) -> None:
     assert refusals(cell) == ("", "")
+
+
+def test_a_loop_after_a_training_that_no_run_could_leave_out_is_refused() -> None:
+    found: list[str] = []
+
+    def note(boundary: Boundary) -> None:
+        found.append(boundary.refusal())
+
+    cell = "results = [run(fold) for fold in range(1)]\nlast = run()\n"
+    notebook = Notebook(ABOVE, RUN)
+    assert notebook.run_marked(cell, Watched(note)).steps == 12
+    assert found[-1] == found[0]
+    assert found[0].startswith("line 1, a comprehension leads to the training")

@@ -66,12 +66,14 @@ def goes_on(above: str, cell: str, step: int, folder: Path) -> None:
     assert [name for name, value in expected.items() if found[name] != value] == []
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("shape", EXACT)
 def test_a_cell_that_ended_goes_on_bit_by_bit(shape: str, tmp_path: Path) -> None:
     above, cell = EXACT[shape]
     goes_on(above, cell, random.Random(shape).randint(5, 11), tmp_path)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shape", OWN_ORDERS)
 @pytest.mark.parametrize("step", [5, 11])
 def test_an_order_that_hangs_on_more_than_three_generators_is_the_same_again(
@@ -104,6 +106,7 @@ def test_what_cannot_go_on_is_refused_before_the_second_step(shape: str, tmp_pat
     assert sentence in str(refused.value)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", range(3, 14))
 def test_a_run_that_went_on_is_saved_and_goes_on_again(step: int, tmp_path: Path) -> None:
     """The saves of a run that goes on are of the same kind: the second end may come at any step after the first."""
@@ -160,3 +163,9 @@ def test_functions_have_their_own_code_again_afterwards(tmp_path: Path) -> None:
     assert notebook.namespace["train"].__code__ is plain or notebook.namespace["train"].__code__ == plain
     assert not uses_name(notebook.namespace["made"].__code__, LOOPS)
     assert not hasattr(builtins, LOOPS)
+
+
+@pytest.mark.parametrize("step", [5, 7, 10, 15])
+def test_a_cell_of_two_stages_goes_on_in_either(step: int, tmp_path: Path) -> None:
+    above, cell = EXACT["two stages by one function"]
+    goes_on(above, cell, step, tmp_path)
