@@ -113,7 +113,8 @@ class CellDifference:
             root: value for root, value in now.items() if root not in head.roots or _is_other(value, head.roots[root])
         }
         iterators = {root: value for root, value in bound.items() if _is_drawn_from(value)}
-        changed = _changes(head)
+        unreachable = head.unreachable(now)  # also of a stage of the cell that is over: its objects are not made again
+        changed = [each for each in _changes(head) if text_of(each[0].place) not in {*unreachable}]
         made = MadeAgain.among(
             {root: value for root, value in bound.items() if root not in iterators},
             [content for _, content in changed],
@@ -138,7 +139,6 @@ class CellDifference:
         except NoData as error:
             _refuse(f"a part of {', '.join(map(local_name, made.roots))}{error.steps}", error.what)
         lost = {*unsaved, *made.roots}
-        unreachable = head.unreachable(now)
         data = {
             "version": _VERSION,
             "records": encoder.records,
@@ -464,7 +464,7 @@ def _without_iterator(seen: Seen, content: Any) -> Any:
 
 def _iterator(encoder: Encoder, root: str, iterator: Any) -> Any:
     drawn = vars(iterator)[DRAWN]
-    if (loader := drawn.loader) is None:
+    if (loader := drawn.loader()) is None:
         _refuse(local_name(root), "an iterator of a loader that is gone")
     try:
         return ["iterator", *map(encoder.encoded, (loader, drawn.created, drawn.first)), int(iterator._num_yielded)]

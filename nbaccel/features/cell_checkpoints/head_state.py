@@ -268,7 +268,7 @@ class HeadState:
         return found
 
     def unreachable(self, roots: Mapping[str, Any]) -> list[str]:
-        """Return the places of objects to which `roots` do not lead any more, and which have sums."""
+        """Return the places of objects to which `roots` do not lead any more."""
         seen: dict[int, Any] = {}
         waiting = list(roots.values())
         with no_collections():
@@ -279,7 +279,7 @@ class HeadState:
                 seen[id(obj)] = obj
                 waiting += [part for _, part in kind.parts(obj)]
             objects = self.objects().items()
-        return [text for text, each in objects if id(each.obj) not in seen and self._digest(text, each) is not None]
+        return [text for text, each in objects if id(each.obj) not in seen]
 
     def _digest(self, text: str, seen: Seen) -> Any:
         """Return the sum of an object at the head, which is computed once."""

@@ -440,7 +440,7 @@ def test_a_new_loader_iterator_comes_back_by_its_position(tmp_path: Path) -> Non
 
     class Drawn:
         def __init__(self, loader: Any) -> None:
-            self.loader, self.created, self.first = loader, {"torch": "a"}, {"torch": "b"}
+            self.loader, self.created, self.first = lambda: loader, {"torch": "a"}, {"torch": "b"}
 
     loader = DataLoader(list(range(4)))
     iterator = iter(loader)
