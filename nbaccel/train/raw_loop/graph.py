@@ -148,7 +148,7 @@ def _unless_deferred(original: Callable[..., Any], name: str) -> Callable[..., A
             return None
         if any(rule.withholds_scaler(name, optimizer) for rule in _rules):
             return None
-        before = scaler._scale if _rules and name == "update" else None
+        before = getattr(scaler, "_scale", None) if _rules and name == "update" else None  # none if it is disabled
         before = None if before is None else before.clone()
         found = original(scaler, *args, **kwargs)
         for rule in _rules if before is not None else ():

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbaccel import PartialState
+from nbaccel import PartialState, launch
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import FlagConflict, RanksFailed
@@ -319,6 +319,48 @@ def test_the_gradient_of_an_input_is_not_divided() -> None:
     by_hand = in_double(adversarial_examples, 3)
     found = in_double(lambda by: by_flag(3, partial(adversarial_examples, by)), None)
     torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-12)
+
+
+def in_half_precision(kind: str, by: By) -> list[Tensor]:
+    """Its second batch overflows in float16: with a scaler its window makes no step."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", enabled=by is not None and kind == "fp16")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+    for at, (x, y) in enumerate(loader()):
+        length, is_first, is_last = window(by, at)
+        if is_first:
+            optimizer.zero_grad()
+        with torch.autocast("cpu", dtype) if by is not None else contextlib.nullcontext():
+            guess = model(x * (3e4 if at == 1 else 1))
+        scaler.scale(F.mse_loss(guess.float(), y) / length).backward()
+        if is_last:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    return ends(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_precision_by_flag_and_accumulation_by_flag_go_together(kind: str) -> None:
+    torch.manual_seed(0)
+    by_hand = in_half_precision(kind, 3)
+    torch.manual_seed(0)
+    found = by_flag(3, partial(in_half_precision, kind, None), raw_precision=kind)
+    assert all(map(torch.equal, by_hand, found))
+
+
+@pytest.mark.parametrize("written", [flat, its_own_scaler])
+def test_a_launched_function_accumulates_too(written: Written) -> None:
+    by_hand = seeded(written, 3)
+    run = launch(seeded, 1, args=(written, None), cpu=True, start_method="inline", gradient_accumulation_steps=3)
+    assert all(map(torch.equal, by_hand, run.value))
+
+
+def seeded(written: Written, by: By) -> list[Tensor]:
+    torch.manual_seed(0)
+    return written(by)
 
 
 # What cannot be accumulated -------------------------------------------------------------------------------------------
