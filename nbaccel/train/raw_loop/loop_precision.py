@@ -77,7 +77,8 @@ class LoopInBf16(LoopChange):
         self._kinds: weakref.WeakKeyDictionary[Module, _Kind] = weakref.WeakKeyDictionary()
         self._contexts: dict[str, AbstractContextManager[Any]] = {}
         self._calling: set[int] = set()  # threads that are in a call of a trained module
-        self._has_cast = self._has_met_held = self._has_spoken = False
+        self._has_cast = self._has_met_held = self._has_met_double = self._has_spoken = False
+        self._has_run = False  # a backward that adds gradients
         self._is_inside = False  # a backward
 
     def attach(self, loop: WatchedLoop) -> None:
@@ -94,6 +95,8 @@ class LoopInBf16(LoopChange):
     def end(self) -> None:
         if self._optimizers is None:
             return
+        if self._has_run and not (self._has_cast or self._has_spoken):
+            self._say_nothing_changed()
         if Module.__call__ is self._call:  # otherwise something was put around it, and this one changes nothing there
             _MODULE.__call__ = self._real_call
         self._forget()
@@ -124,7 +127,8 @@ class LoopInBf16(LoopChange):
         optimizers = self._optimizers
         assert optimizers is not None
         optimizers.search()  # may find some, and forget what is known of modules
-        parameters = list(module.parameters())
+        parameters = [each for each in module.parameters() if each.dtype != torch.float64]
+        self._has_met_double |= not parameters and any(optimizers.holders(each) for each in module.parameters())
         held = next((each for each in parameters if optimizers.holders(each)), None)
         by_hand = next((each for each in parameters if each.requires_grad), None)
         parameter = held if held is not None else by_hand
@@ -183,6 +187,7 @@ class LoopInBf16(LoopChange):
             return real(outputs, *args, **kwargs)
         if not (self._has_cast or self._has_spoken) and kwargs.get("accumulate_grad", False):
             self._note_nothing_cast(outputs)
+            self._has_run = True
         self._is_inside = True
         try:
             return real(outputs, *args, **kwargs)
@@ -194,8 +199,14 @@ class LoopInBf16(LoopChange):
         self._optimizers.search()
         leaves, _ = leaves_of(outputs)
         if any(isinstance(leaf, Parameter) or self._optimizers.holders(leaf) for leaf in leaves):
-            self._has_spoken = True
-            self._loop.say(f"-p {self.name} changed nothing: no module that an optimizer trains was called")
+            self._say_nothing_changed()
+
+    def _say_nothing_changed(self) -> None:
+        self._has_spoken = True
+        why = "no module that an optimizer trains was called"
+        if self._has_met_double:
+            why = "the model is of float64, which torch.autocast leaves as it is"
+        self._loop.say(f"-p {self.name} changed nothing: {why}")
 
 
 class LoopInFp16(LoopInBf16):
@@ -290,7 +301,8 @@ class LoopInFp16(LoopInBf16):
             return super().run_backward(real, outputs, *args, **kwargs)
         accumulates = kwargs.get("accumulate_grad", False)
         leaves, of_python = leaves_of(outputs) if accumulates else ([], [])
-        self._refuse_what_cannot_be(leaves)
+        asked = [] if accumulates else [each for each in args[3] or () if isinstance(each, Parameter)]
+        self._refuse_what_cannot_be(leaves or asked)
         self._note_dropped_by_hand(leaves)
         self._move_scale()
         if runs_backwards_inside(of_python):

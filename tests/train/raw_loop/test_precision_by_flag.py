@@ -521,6 +521,30 @@ def test_a_loop_in_which_no_trained_module_is_called_is_told_so(name: str) -> No
     assert lines == [f"-p {name} changed nothing: no module that an optimizer trains was called"]
 
 
+def test_a_loop_of_plain_tensors_is_told_so_at_its_end_and_a_model_of_float64_at_its_first_backward() -> None:
+    weights = torch.zeros(4, requires_grad=True)
+    with changed_by(made("bf16")):
+        (weights * 2).sum().backward()
+        with torch.no_grad():
+            weights -= 0.1
+        assert not lines
+    assert lines == ["-p bf16 changed nothing: no module that an optimizer trains was called"]
+    lines.clear()
+    model = net().double()
+    with changed_by(made("fp16")):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 8).double()).sum().backward()
+        optimizer.step()
+    assert lines == ["-p fp16 changed nothing: the model is of float64, which torch.autocast leaves as it is"]
+
+
+def test_gradients_of_parameters_that_no_optimizer_steps_are_refused_in_fp16() -> None:
+    model = net()
+    refusal = r"and this loop steps by hand, without an optimizer\. -p bf16 has none\."
+    with pytest.raises(FlagConflict, match=refusal), changed_by(made("fp16")):
+        torch.autograd.grad(model(torch.ones(2, 8)).sum(), list(model.parameters()))
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_an_optimizer_of_a_cell_above_is_found(name: str) -> None:
     def begun(way: Plain) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
