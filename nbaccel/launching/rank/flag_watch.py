@@ -39,12 +39,7 @@ _AROUND_STEPS = ("torch.", "nbaccel.train.raw_loop.")
 """Modules whose functions stand around a step that the program itself takes."""
 
 _LAUNCH = "nbaccel.launching."
-_RUN_IT = (
-    "nbaccel.launching.tasks.",
-    "nbaccel.launching.ipc.",
-    "nbaccel.launching.rank.main",
-    "nbaccel.launching.inline",
-)
+_RUN_IT = tuple(_LAUNCH + module for module in ("tasks.", "ipc.", "rank.main", "inline"))
 """Modules that run the program; others of the package watch calls in the midst of it."""
 
 _SHARD = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})
