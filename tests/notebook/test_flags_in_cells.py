@@ -32,9 +32,14 @@ library["train"](model, optimizer, loader)
 """
 """The loop, as a function of a library that has checkpoints of its own."""
 
-PREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n" + LOOP.replace(
-    "model(x).sum().backward()", "accelerator.backward(model(x).sum())"
-)
+PREPARED = """
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 LOST = (
     "--checkpoint-every 1steps has no effect above Lightning's Fabric: its own arguments decide. Instead: "
     "fabric.save(path, state). Nothing was trained yet."
