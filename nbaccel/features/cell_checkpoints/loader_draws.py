@@ -55,6 +55,7 @@ class LoaderDraw:
 
     Args:
         loader: Returns its loader, if that still exists.
+        parts: What draws its order, see `_parts_of`.
         created: The state when it was made.
         first: The state before its first batch; None if that has not come.
         again: The state that its first batch gets; None if that is the present one.
@@ -63,6 +64,7 @@ class LoaderDraw:
     """
 
     loader: weakref.ref[Any]
+    parts: list[Any]
     created: dict[str, Any]
     first: dict[str, Any] | None = None
     again: dict[str, Any] | None = None
@@ -148,13 +150,13 @@ class LoaderDraws:
         return self._place == (os.getpid(), threading.get_ident())
 
     def _begin(self, loader: Any, real: Callable[[Any], Any]) -> Any:
-        record = self._records.popleft() if self._records else None
+        record, parts = self._records.popleft() if self._records else None, _parts_of(loader)
         if record is not None:
-            _restore(loader, record["created"])
-        created = _states(loader)
+            _restore(parts, record["created"])
+        created = _states(parts)
         iterator = real(loader)
         if isinstance(iterator, _BaseDataLoaderIter):
-            drawn = LoaderDraw(weakref.ref(loader), created, again=None if record is None else record["first"])
+            drawn = LoaderDraw(weakref.ref(loader), parts, created, again=None if record is None else record["first"])
             iterator.__dict__[DRAWN] = drawn
             iterator._sampler_iter = _Noted(iterator._sampler_iter, drawn)
             if record is not None:
@@ -163,10 +165,10 @@ class LoaderDraws:
         return iterator
 
     def _take(self, iterator: Any, drawn: LoaderDraw, real: Callable[[Any], Any]) -> Any:
-        if drawn.first is None and (loader := drawn.loader()) is not None:
+        if drawn.first is None:
             if drawn.again is not None:
-                _restore(loader, drawn.again)
-            drawn.first = _states(loader)
+                _restore(drawn.parts, drawn.again)
+            drawn.first = _states(drawn.parts)
         if self._is_passing and _need_not_fetch(iterator):
             return _draw(iterator)
         batch = real(iterator)
@@ -199,10 +201,10 @@ _SCALARS = frozenset({int, float, bool, str})
 _STATES, _OWN = "states", "own"
 
 
-def _states(loader: Any) -> dict[str, Any]:
+def _states(parts: list[Any]) -> dict[str, Any]:
     """Return the random states, with generators that only this loader draws from, and values of samplers, as JSON."""
     own = []
-    for at, part in enumerate(_parts_of(loader)):
+    for at, part in enumerate(parts):
         for name, value in getattr(part, "__dict__", {}).items():
             if isinstance(value, _Generator):
                 own.append([at, name, _state_of(value)])
@@ -211,9 +213,8 @@ def _states(loader: Any) -> dict[str, Any]:
     return {_STATES: random_states.read(), _OWN: own}
 
 
-def _restore(loader: Any, states: Mapping[str, Any]) -> None:
+def _restore(parts: list[Any], states: Mapping[str, Any]) -> None:
     """Go back to what `_states` returned."""
-    parts = _parts_of(loader)
     for at, name, state in states[_OWN]:
         value = vars(parts[at])[name]
         if isinstance(value, _Generator):
@@ -224,10 +225,11 @@ def _restore(loader: Any, states: Mapping[str, Any]) -> None:
 
 
 def _parts_of(loader: Any) -> list[Any]:
-    """Return what draws the order of a loader."""
+    """Return what draws the order of a loader, which may be gone before its iterator."""
     batches, single = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     stream = loader.dataset if isinstance(loader.dataset, IterableDataset) else None
-    return [loader, batches, single, getattr(batches, "sampler", None), getattr(single, "sampler", None), stream]
+    own = types.SimpleNamespace(generator=loader.generator)
+    return [own, batches, single, getattr(batches, "sampler", None), getattr(single, "sampler", None), stream]
 
 
 def _state_of(generator: Any) -> Any:
@@ -284,11 +286,11 @@ def remade(loader: Any, created: dict[str, Any], first: dict[str, Any] | None, t
     Args:
         created, first: Its states, see `LoaderDraw`.
     """
-    kept = random_states.read()
-    _restore(loader, created)
+    kept, parts = random_states.read(), _parts_of(loader)
+    _restore(parts, created)
     iterator = iter(loader)
     if first is not None:
-        _restore(loader, first)
+        _restore(parts, first)
         drawn = iterator.__dict__.get(DRAWN)
         if drawn is not None:
             drawn.first = first

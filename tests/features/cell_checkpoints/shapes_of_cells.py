@@ -401,6 +401,15 @@ loader = DataLoader(Stream(), 8)
 """,
         SETUP + _FLAT,
     ),
+    "zip of two loaders that nobody holds": (
+        "",
+        SETUP
+        + """
+for epoch in range(3):
+    for (x, y), (x2, y2) in zip(DataLoader(Noisy(), 8, shuffle=True), DataLoader(train_set, 8, shuffle=True)):
+        history.append(step(model, opt, torch.cat([x, x2]), torch.cat([y, y2])))
+""",
+    ),
     "folds of a library's generator": (
         """
 def split(n):
