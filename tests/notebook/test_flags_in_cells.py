@@ -103,8 +103,7 @@ def test_other_flags_get_one_line_of_rank_0_and_the_loop_trains(there: Any) -> N
 
 
 def test_above_a_prepared_loop_they_are_in_force_and_shown(there: Any) -> None:
-    accumulated = PREPARED.replace("in loader:\n", "in loader:\n  with accelerator.accumulate(model):\n")
-    cell = there.run(f"%%accelerate -n 2 -p bf16 -a 4 --checkpoint-every 1steps --batches each\n{accumulated}")
+    cell = there.run(f"%%accelerate -n 2 -p bf16 -a 4 --checkpoint-every 1steps --batches each\n{PREPARED}")
     assert cell.error is None
     assert "no effect" not in cell.stdout + cell.stderr
     text = there.session.launcher.last_run.text
