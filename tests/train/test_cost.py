@@ -232,6 +232,7 @@ def reported() -> Iterator[None]:
     ring, page = make_ring(), ControlPage.create(1)
     writer = RingWriter(ring)
     reporter = Reporter(writer, StepGate(page, 0), lambda event: None, lambda event: None)
+    reporter.start()
     reporter.rest()  # its thread, which looks at memory now and then, is not what is counted
     reporter.flush()
     with outlet(reporter):
