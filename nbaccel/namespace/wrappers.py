@@ -97,8 +97,9 @@ def is_put_there(key: Any, value: Any) -> bool:
         return type(key) is int and is_hook_of_sharding(value)
     if key.startswith(_COMPOSABLE) or is_hook_of_sharding(value):
         return True
-    if key == "step":  # of an optimizer, see torch/optim/lr_scheduler.py
-        return type(value) in (types.FunctionType, types.MethodType) and hasattr(value, "_wrapped_by_lr_sched")
+    if key == "step":  # of an optimizer: what a scheduler puts there, see torch/optim/lr_scheduler.py, or we do
+        is_function = type(value) in (types.FunctionType, types.MethodType)
+        return (is_function and hasattr(value, "_wrapped_by_lr_sched")) or is_wrapper(value)
     return (key == "forward" and is_wrapper(value)) or _is_of_one_rank(key, value)
 
 

@@ -401,10 +401,13 @@ class _StepGate:
         self._before = vars(optimizer).get("step")  # that of a scheduler
         method: Any = optimizer.step
         function = method.__func__ if getattr(method, "__self__", None) is optimizer else None
+        is_counted = hasattr(method, "_wrapped_by_lr_sched")  # by a scheduler, see torch/optim/lr_scheduler.py
 
         @functools.wraps(method if function is None else function)
         def gate(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             real = method if function is None else function.__get__(optimizer)
+            if is_counted:  # the program has called it: a scheduler would warn of a step that is left out
+                optimizer._opt_called = True  # type: ignore[attr-defined]
             return step(optimizer, real, *args, **kwargs)
 
         if function is not None:
@@ -436,6 +439,11 @@ class _WeaklyBound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self._owner(), *args, **kwargs)
+
+    def __nbaccel_unwrap__(self) -> Any:
+        """Return the optimizer's own method; by this mark nobody takes this one for the user's."""
+        owner = self._owner()
+        return type(owner).step.__get__(owner)
 
 
 class _GivenHook:

@@ -110,6 +110,20 @@ def test_a_loop_that_was_ended_goes_on_bit_by_bit(sessions: Sessions, n: int, st
     assert kept == [8, 10, 12] if step < 8 else len(kept) == 3
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loop_whose_steps_are_of_several_batches_goes_on_at_the_end_of_a_window(sessions: Sessions, n: int) -> None:
+    schedule = "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=36)\n"
+    sessions.above = ABOVE.replace("history = []", schedule + "history = []")
+    loop = LOOP.replace("optimizer.step()\n", "optimizer.step()\n        schedule.step()\n")
+    flags = f"-n {n} -a 3 {SAVES}"
+    expected = undisturbed(sessions, flags, loop)
+    sessions.end(flags.format("saved"), 11, loop)
+    cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
+    assert re.search(r"continuing from saved/checkpoint_\d+: step ", cell.stdout)
+    assert "lr_scheduler.step()" not in cell.stdout + cell.stderr  # as torch warns of a step that was not called
+    assert sessions.trained() == expected
+
+
 @pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_trains_on_the_same_samples(sessions: Sessions, then: int, now: int) -> None:
     sessions.above = ABOVE.replace("Dropout(0.2)", "Dropout(0.0)")
