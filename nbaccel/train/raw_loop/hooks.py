@@ -442,7 +442,7 @@ class _WeaklyBound:
 
     def __nbaccel_unwrap__(self) -> Any:
         """Return the optimizer's own method; by this mark nobody takes this one for the user's."""
-        owner = self._owner()
+        owner: Any = self._owner()
         return type(owner).step.__get__(owner)
 
 
