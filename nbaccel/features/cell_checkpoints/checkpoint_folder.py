@@ -1,13 +1,14 @@
 """Folders of checkpoints of a cell: what is in them beside the difference. Runs in ranks.
 
 They have the manifest, the names and the random states of a prepared training's checkpoints, and are as complete or
-absent as these. The loss of the step after a save is added later, in a sealed file.
+absent as these. A thread may write them. The loss of the step after a save is added later, in a sealed file.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,8 +29,8 @@ from nbaccel.train.checkpoint.serialization import pack, unpack
 
 __all__ = ["CellPosition", "CellSave", "conditions", "is_of_cell", "next_loss", "read_place"]
 
-_NEXT_LOSS = "generators_next_loss.json"
-"""Sealed by itself, since it is added later; its name is one that a manifest does not list."""
+_NEXT_LOSS = "next_loss.json"
+"""Sealed by itself, since it is added later; no manifest lists it."""
 
 
 @frozen
@@ -46,21 +47,34 @@ class CellPosition:
     source: Mapping[str, str]
     conditions: Mapping[str, Any]
 
+    def packed(self) -> Any:
+        """Return it as JSON: later changes of what it refers to do not change that."""
+        return pack({name: getattr(self, name) for name in ("position", "source", "conditions")}).structure
 
-@frozen
+
 class CellSave:
-    """A checkpoint of a cell, ready to be written by rank 0.
+    """A checkpoint of a cell, ready to be written by rank 0, also while the training goes on.
 
     Args:
+        place: Of `CellPosition.packed`.
+        difference: Its tensors do not change before `write` has returned.
         generators: Random states of this rank.
     """
 
-    target: Path
-    stamp: Stamp
-    manifest: Manifest
-    place: CellPosition
-    difference: CellDifference
-    generators: State
+    def __init__(
+        self,
+        target: Path,
+        stamp: Stamp,
+        manifest: Manifest,
+        place: Any,
+        difference: CellDifference,
+        generators: State,
+    ) -> None:
+        self._target, self._stamp, self._manifest = target, stamp, manifest
+        self._place, self._difference, self._generators = place, difference, generators
+        self._lock = threading.Lock()
+        self._is_written = False
+        self._next_loss: float | None = None
 
     def write(self, timeline: Timeline) -> None:
         """Write it, and delete what is beyond the limit of `timeline`.
@@ -68,26 +82,34 @@ class CellSave:
         Raises:
             CannotSave: No space, or no right to write there. The older checkpoint does not change.
         """
-        began, stamp = time.monotonic(), str(self.stamp)
-        with replacing(self.target, self.difference.nbytes) as folder:
-            records = self.difference.write(folder)
-            structure = pack({name: getattr(self.place, name) for name in ("position", "source", "conditions")})
-            write_sealed(folder / f"{OF_A_CELL}.json", {"place": structure.structure})
-            rng_files.write(folder, 0, stamp, self.generators)
+        began, stamp = time.monotonic(), str(self._stamp)
+        with replacing(self._target, self._difference.nbytes) as folder:
+            records = self._difference.write(folder)
+            write_sealed(folder / f"{OF_A_CELL}.json", {"place": self._place})
+            rng_files.write(folder, 0, stamp, self._generators)
             sweep(folder)
-            rng_files.carry(self.target, folder, stamp)
-            self.manifest.seal(folder, records)
-        rng_files.adopt(self.target, self.stamp)
-        timeline.latest = self.target
+            rng_files.carry(self._target, folder, stamp)
+            self._manifest.seal(folder, records)
+        rng_files.adopt(self._target, self._stamp)
+        timeline.latest = self._target
         timeline.tidy()
-        emit(Checkpoint(str(self.target), self.manifest.step, time.monotonic() - began, goes_on=True))
+        emit(Checkpoint(str(self._target), self._manifest.step, time.monotonic() - began, goes_on=True))
+        with self._lock:
+            self._is_written = True
+            self._write_next_loss()
 
     def add_next_loss(self, loss: float) -> None:
-        """Add the loss of the step after it, unless the checkpoint has been replaced."""
-        if is_of(self.target, str(self.stamp)):
-            unfinished = self.target.with_name(f".{self.target.name}.next_loss")
-            write_sealed(unfinished, {"stamp": str(self.stamp), "loss": loss})
-            os.replace(unfinished, self.target / _NEXT_LOSS)
+        """Add the loss of the step after it, now or as soon as the folder is there."""
+        with self._lock:
+            self._next_loss = loss
+            self._write_next_loss()
+
+    def _write_next_loss(self) -> None:
+        """Add the loss, unless the checkpoint has been replaced."""
+        if self._is_written and self._next_loss is not None and is_of(self._target, str(self._stamp)):
+            unfinished = self._target.with_name(f".{self._target.name}.next_loss")
+            write_sealed(unfinished, {"stamp": str(self._stamp), "loss": self._next_loss})
+            os.replace(unfinished, self._target / _NEXT_LOSS)
 
 
 def is_of_cell(manifest: Manifest | None) -> bool:

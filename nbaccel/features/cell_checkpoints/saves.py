@@ -1,8 +1,9 @@
 """CellSaves: saves the unmodified loop of one cell in one rank, and goes on from a checkpoint. Runs in ranks.
 
 All ranks save before the same step, by the `Schedule` of prepared loops. Rank 0 writes the names and objects, and each
-rank adds its own random states; no rank waits for another. A run that is stopped leaves at a boundary of its loop,
-where it is saved. As soon as the program prepares, or another trainer trains, nothing here acts.
+rank adds its own random states; no rank waits for another. The training waits for a copy of its tensors, and a thread
+writes it. A run that is stopped leaves at a boundary of its loop, where it is saved. As soon as the program prepares,
+or another trainer trains, nothing here acts.
 
 Reasons: docs/design/checkpoints.md
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,9 +37,12 @@ from nbaccel.options.flag_effects import GivenFlag
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.checkpoint.atomic_folder import as_cannot_save
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy, Schedule, schedule
+from nbaccel.train.checkpoint.content import Staging
 from nbaccel.train.checkpoint.directory import FoundCheckpoint, Timeline
 from nbaccel.train.checkpoint.manifest import OF_A_CELL, Lineage, Manifest
 from nbaccel.train.checkpoint.rng_files import Stamp
+from nbaccel.train.checkpoint.serialization import ToHost, on_host
+from nbaccel.train.checkpoint.writer import Writer
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.step.raw_loop_hooks import forget, step_under_way, when_stepping_back, window_is_open
 
@@ -83,6 +88,7 @@ class CellSaves:
         self._marks = marks
         self._is_on, self._is_due, self._is_tried, self._has_optimizer = True, False, False, False
         self._asked = self._saved = 0
+        self._writer, self._staging = Writer(), Staging()
         self.head: HeadState | None = None
         found = None if policy.resume is None else self._found(policy.resume)
         is_of_ours = found is not None and is_of_cell(found.manifest)
@@ -106,10 +112,24 @@ class CellSaves:
     def __exit__(self, *error: Any) -> None:
         self._cell.__exit__(*error)
         self._first_step.remove()
+        self._end_writing(is_over=error[0] is None)
         if self._is_on and self._schedule is not None and not self._is_tried and step_under_way():
             self.say(f"{self._flag}: nothing was saved, since no optimizer has stepped in a loop of the cell.")
         self._step_back()
         forget(self._step_back)
+
+    def _end_writing(self, is_over: bool) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CannotSave: It could not be, and no other error has ended the cell.
+        """
+        try:
+            self._writer.join()
+        except CannotSave as error:
+            if is_over:
+                raise
+            self.say(str(error))
 
     def _step_back(self) -> None:
         """Leave saves to the Accelerator: the program prepares."""
@@ -189,10 +209,12 @@ class CellSaves:
         try:
             reports.enter_step(step, 0)
         except RunStopped:
-            if self._schedule is not None and step > self._saved and not boundary.refusal():
+            if self._schedule is not None:
                 emit(SavingAtStop())
                 try:
-                    self._save(boundary, step)
+                    if step > self._saved and not boundary.refusal():
+                        self._save(boundary, step)
+                    self._writer.join()
                 finally:
                     emit(SavingAtStop(is_over=True))
             raise
@@ -250,11 +272,13 @@ class CellSaves:
         self.say(f"{self._flag}: {why} Nothing is saved.")
         self._schedule = None
 
-    def _difference(self, boundary: Boundary) -> CellDifference:
+    def _difference(self, boundary: Boundary, to_host: ToHost = on_host) -> CellDifference:
         assert self.head is not None, "a boundary is in a loop, whose head comes before"
-        return CellDifference.between(self.head, boundary.roots(), can_make=boundary.can_make)
+        return CellDifference.between(self.head, boundary.roots(), to_host, boundary.can_make)
 
     def _save(self, boundary: Boundary, step: int) -> None:
+        """Save this rank's share; in rank 0 a thread goes on with it once everything is copied."""
+        self._writer.join()  # the save before, whose copies are overwritten
         self._saved = step
         generators = random_states.read()
         lineage, rank = self._timeline.lineage, self._world.rank
@@ -266,14 +290,15 @@ class CellSaves:
             return
         if news := self._timeline.news(target):
             self.say(news)
-        difference = self._difference(boundary)
+        difference = self._difference(boundary, partial(self._staging.copy, "difference"))
+        self._staging.settle()
         if news := self._timeline.shortage(target, difference.nbytes):
             self.say(news)
         of_run = {"run": lineage.run, "ancestors": dict(lineage.ancestors)}
         manifest = Manifest(str(stamp), step, 0, 0, self._world.world_size, parts=[OF_A_CELL], **of_run)  # type: ignore[arg-type]
         place = CellPosition(boundary.position(), self._marks, self.conditions)
-        save = CellSave(target, stamp, manifest, place, difference, generators)
-        save.write(self._timeline)
+        save = CellSave(target, stamp, manifest, place.packed(), difference, generators)
+        self._writer.start(partial(save.write, self._timeline))
         LossTap(save.add_next_loss)
 
 

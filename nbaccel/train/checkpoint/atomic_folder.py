@@ -281,7 +281,7 @@ SUBFOLDER = "nbaccel_checkpoint"
 OURS = (
     r"(model|optimizer|scheduler|custom)(_\d+)?(-rank\d+-of-\d+)?(\.frozen)?\.(json|safetensors|pkl)"
     r"|(training|remembered|manifest|generators_\w+)\.json"
-    r"|(cell|difference)\.(json|safetensors|pkl)"
+    r"|(cell|difference|next_loss)\.(json|safetensors|pkl)"
     rf"|\.{SUBFOLDER}\..*"
 )
 """Pattern of names of files in a checkpoint's folder, without the files of hooks."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
+from nbaccel.features.cell_checkpoints.difference import CellDifference
 from nbaccel.train.checkpoint.manifest import Manifest, read_sealed, write_sealed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -124,6 +128,49 @@ def test_a_loop_whose_steps_are_of_several_batches_goes_on_at_the_end_of_a_windo
     assert sessions.trained() == expected
 
 
+def test_the_training_goes_on_while_a_checkpoint_is_written(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = CellDifference.write
+
+    def write(difference: CellDifference, folder: Path) -> Any:
+        deadline = time.monotonic() + 30
+        while not Path("trained").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert Path("trained").exists(), "the training waits"
+        return really(difference, folder)
+
+    monkeypatch.setattr(CellDifference, "write", write)
+    loop = LOOP.replace("        step += 1\n", "        step += 1\n        if step == 7: Path('trained').touch()\n")
+    flags = "-n 2 --start fork --cpu --seed 3 --checkpoint-every 4steps --checkpoint-dir {}"
+    sessions.end(flags.format("saved"), 7, loop)
+    assert [path.name for path in Path("saved").iterdir()] == ["checkpoint_4"], "whole as soon as the cell has ended"
+    assert Path("saved/checkpoint_4/next_loss.json").exists(), "known before the folder was whole"
+    sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
+    found = sessions.trained()
+    assert found == undisturbed(sessions, flags, loop)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_and_hides_no_other_one(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(difference: CellDifference, folder: Path) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(CellDifference, "write", write)
+    flags = "-n 1 --start inline --cpu --checkpoint-every 10steps --checkpoint-dir saved"
+    said = "cannot write the checkpoint saved/checkpoint_10: No space left on device. It needs "
+    sessions.begin()
+    cell = sessions.run(f"%%accelerate {flags}\n{LOOP}")
+    assert isinstance(cell.error, CannotSave), cell.error
+    assert str(cell.error).startswith(said)
+    sessions.begin()
+    Path("end").write_text("11")
+    cell = sessions.run(f"%%accelerate {flags}\n{LOOP}")
+    assert str(cell.error) == "the session ends"
+    assert said in cell.stdout
+
+
 @pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_trains_on_the_same_samples(sessions: Sessions, then: int, now: int) -> None:
     sessions.above = ABOVE.replace("Dropout(0.2)", "Dropout(0.0)")
@@ -212,7 +259,7 @@ def test_a_forged_place_is_damage_and_runs_no_code(sessions: Sessions) -> None:
 
 
 def changed_loss(factor: float) -> None:
-    path = Path("saved/checkpoint_4/generators_next_loss.json")
+    path = Path("saved/checkpoint_4/next_loss.json")
     content = read_sealed(path)
     write_sealed(path, content | {"loss": content["loss"] * factor})
 
