@@ -104,7 +104,6 @@ class RunSettings:
     independent: bool | None = None
     strict: bool | None = None
     batches: str | None = None
-    raw_precision: str | None = None
     split: int | None = None
     checkpoint_every: str | None = None
     checkpoint_dir: str | None = None
@@ -120,6 +119,7 @@ class RunSettings:
     project_dir: str | None = None
     swept_values: str | None = None
     dry_run: str | None = None
+    raw_precision: str | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:

@@ -919,7 +919,8 @@ def _flagged(plain: Tensor, name: str, wants_gradient: bool, has_graph: bool) ->
     if not wants_gradient:
         return _TENSORS[name](plain)
     if has_graph:
-        lost: Tensor = _LostGraph.apply(plain, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+        origin = torch.zeros((), requires_grad=True, device=plain.device)
+        lost: Tensor = _LostGraph.apply(plain, origin)  # type: ignore[no-untyped-call]
         return lost
     return _TENSORS[name](plain).requires_grad_()
 

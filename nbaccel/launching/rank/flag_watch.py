@@ -35,8 +35,8 @@ _KINDS = (
 """Beginnings of a module's name, and what it means that its functions are being called. The first one counts, since
 others are below it."""
 
-_AROUND_STEPS = ("torch.", "nbaccel.train.raw_loop.")
-"""Modules whose functions stand around a step that the program itself takes."""
+_AROUND_STEPS = ("torch.", "nbaccel.train.raw_loop.", "nbaccel.features.")
+"""Modules whose functions stand around a step that the program itself takes; features prepare nothing."""
 
 _LAUNCH = "nbaccel.launching."
 _RUN_IT = tuple(_LAUNCH + module for module in ("tasks.", "ipc.", "rank.main", "inline"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from continued_cells import continued, executed, saved
+from features.cell_checkpoints.continued_cells import continued, executed, saved
 from nbaccel.errors import CannotResume, CheckpointCorrupt
 from nbaccel.features.cell_checkpoints.data_codec import Decoder, Encoder, refuse_state
 from nbaccel.features.cell_checkpoints.head_state import HeadState

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from continued_cells import continued, executed, saved
+from features.cell_checkpoints.continued_cells import continued, executed, saved
 from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
 from nbaccel.features.cell_checkpoints.difference import CellDifference, StoredDifference
 from nbaccel.features.cell_checkpoints.head_state import HeadState

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from continued_cells import continued, executed, saved
+from features.cell_checkpoints.continued_cells import continued, executed, saved
 from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
 from nbaccel.features.cell_checkpoints.difference import CellDifference, Restored, StoredDifference
 from nbaccel.features.cell_checkpoints.head_state import HeadState
