@@ -39,5 +39,5 @@ def device() -> Any:
     """Return the device whose generator this process draws from; no device is touched for that."""
     torch: Any = sys.modules["torch"]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.device("cuda", torch.cuda.currentdevice())
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
