@@ -111,14 +111,19 @@ class Item:
         module = None if self.holder is None else self.holder[0]()
         return "a buffer" if module is None or self.holder is None else f"{type(module).__name__}.{self.holder[1]}"
 
+    @property
+    def follows_batches(self) -> bool:
+        """Whether these are statistics that each forward of a normalisation changes."""
+        norm = None if self.norm is None else self.norm()
+        return norm is not None and norm.training
+
     def has_changed(self) -> bool:
         """Return whether a forward has written into this buffer. Normalisation does so without a new version."""
         tensor = self.tensor
         if tensor is None:
             return False
-        norm = None if self.norm is None else self.norm()
-        if norm is not None:
-            return norm.training
+        if self.norm is not None and self.norm() is not None:
+            return self.follows_batches
         if self.is_written:
             return self.alike < _OFTEN_ALIKE
         return tensor is not self.tensor_of() or tensor._version != self.version
@@ -343,21 +348,25 @@ class Models:
                     f"{WITHOUT_A_SEED} Otherwise build the same model in every rank."
                 )
         tensors = [tensor for family in found for tensor in family.tensors]
-        mine = torch.tensor(sums_of(tensors), dtype=torch.float64, device="cpu")
-        rows = collectives.tell("loss.backward()", mine)
-        if bool((rows != rows[0]).any()):
+        about = [each for family in found for each in family.about]
+        facts = torch.tensor(
+            [*sums_of(tensors), *(each.follows_batches for each in about)], dtype=torch.float64, device="cpu"
+        )
+        rows = collectives.tell("loss.backward()", facts)
+        sums, follow = rows.split([2 * len(about), len(about)], dim=1)
+        own = ~follow.bool().all(0)  # the others are averaged, and differ where the first batch was split
+        compared = sums.unflatten(1, (-1, 2))[:, own]
+        if bool((compared != compared[0]).any()):
             with torch.no_grad():
                 for tensor in tensors:
                     tensor.data.copy_(collectives.broadcast(tensor.detach(), 0))
                 _share_states(tensors, self._surroundings().optimizers, collectives)
-        for about, sums in zip(
-            (each for family in found for each in family.about), _pairs(rows[0].tolist()), strict=True
-        ):
-            about.sums = sums
+        for each, pair in zip(about, _pairs(sums[0].tolist()), strict=True):
+            each.sums = pair
         for family in found:
             self._add(family)
         self._around = None  # it holds models, which may be dropped
-        return bool(torch.equal(mine, rows[0]))
+        return bool(torch.equal(facts[: 2 * len(about)].unflatten(0, (-1, 2))[own], compared[0]))
 
     def _add(self, family: _Family) -> None:
         root = family.root

@@ -359,3 +359,23 @@ def test_a_model_that_fully_shard_keeps_together_is_left_to_it() -> None:
     expected = run_ranks(2, sharded)
     for values, alone in zip(run_ranks(2, watched, sharded), expected, strict=True):
         assert all(map(torch.equal, values, alone))
+
+
+def first_step(rank: int | None = None) -> list[torch.Tensor]:
+    """The gradients of one backward over samples of this rank's own, below statistics of its samples."""
+    rank = int(os.environ["RANK"]) if rank is None else rank
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+    optimizer.step()
+    return [value.detach() for value in model.state_dict().values()]
+
+
+def test_the_first_batch_of_a_model_with_statistics_may_be_another_one_in_each_rank() -> None:
+    """As where a run goes on, or ranks have batches of their own: each rank's gradients count."""
+    expected = [(mine.double() + other.double()) / 2 for mine, other in zip(first_step(0), first_step(1), strict=True)]
+    for values in run_ranks(2, watched, first_step):
+        for value, right in zip(values, expected, strict=True):
+            assert torch.allclose(value.double(), right, rtol=0, atol=1e-12)
