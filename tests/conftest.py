@@ -35,7 +35,7 @@ gc.disable()
 # import torch anew. Kernels, zygotes and programs that tests start have Python's own default.
 multiprocessing.set_start_method("fork")
 
-pytest_plugins = ["fixtures.kernels", "fixtures.launchers", "fixtures.shells"]
+pytest_plugins = ["fixtures.kernels", "fixtures.launchers", "fixtures.objects", "fixtures.shells"]
 """Kernels, a launcher and notebooks without a kernel, for the tests of their folders and of features."""
 
 _NOT_BY_TESTS = frozenset(

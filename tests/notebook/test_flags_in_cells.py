@@ -9,7 +9,7 @@ import pytest
 
 from nbaccel.errors import FlagWithoutEffect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("few_objects")]
 
 SETUP = """
 import torch

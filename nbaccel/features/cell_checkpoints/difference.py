@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ast
 import json
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -63,6 +64,11 @@ draw; nothing is fetched."""
 _OTHER = (
     "other than in the run that is continued. The cells above, or the lines before the loop, draw it anew (seed them), "
     "or read other data"
+)
+
+_GROWN = (
+    "of another size than at the head of the loop in the run that is continued. Either this session has trained "
+    "already, and the cells above, which make it, have to run again first; or they make another one now"
 )
 
 
@@ -153,6 +159,7 @@ class CellDifference:
             "unreachable": unreachable,
             "sums": head.sums(without={*(text for text, _ in changes), *unreachable}),
             "written": {text_of(seen.place): digest for seen, _ in changed if (digest := _digest(seen)) is not None},
+            "sizes": {text_of(seen.place): size for seen, _ in changed if (size := _size(seen)) is not None},
             "facts": _facts(head, bound),
         }
         return cls(data, encoder.tensors, unsaved, made.roots, tuple(head.doubts()))
@@ -220,7 +227,11 @@ class StoredDifference:
         with _AsCorrupt(self.path):
             changes = [str(text) for text, _ in self.data["changes"]]
             sums, without = dict(self.data["sums"]), {*changes, *self.data["unreachable"]}
+            sizes = dict(self.data["sizes"])
         there = head.objects()
+        grown = [text for text, size in sizes.items() if text in there and _size(there[text]) != size]
+        if grown:
+            raise CannotResume(f"{_listed(map(_shown_text, grown))}: {_GROWN}")
         now = head.sums(without=without)
         missing = [text for text in changes if text not in there]
         _compare([*missing, *(text for text, total in sums.items() if now.get(text) != total)])
@@ -362,6 +373,17 @@ def _writing(seen: Seen, content: Any) -> Write:
     if type(content) is tuple and len(content) == 1:
         refuse_state(content[0])
     return seen.kind.writing(seen.obj, content)
+
+
+def _size(seen: Seen) -> Any:
+    """Return the size that an object had at the head, if the loop may fill it; for parameters their shape."""
+    if issubclass(type(seen.obj), nn.Parameter):
+        return list(seen.obj.shape)
+    if issubclass(type(seen.obj), list | deque) and type(seen.mark) is list:
+        return len(seen.mark)
+    is_attributes = seen.place.steps[-1:] == (("attributes", None),)
+    is_dictionary = issubclass(type(seen.obj), dict) and type(seen.mark) is tuple
+    return len(seen.mark[0]) if is_dictionary and not is_attributes else None
 
 
 def _digest(seen: Seen) -> Any:

@@ -229,6 +229,31 @@ def test_a_cell_that_has_changed_does_not_go_on(sessions: Sessions, change: str)
     assert said in str(cell.error)
 
 
+def test_a_session_that_has_trained_already_makes_its_objects_again_first(sessions: Sessions) -> None:
+    """Otherwise its later saves would be differences to what no other session has."""
+    expected = undisturbed(sessions, f"-n 1 {SAVES}")
+    sessions.begin()
+    Path("end").write_text("7")
+    flags = f"-n 1 {SAVES.format('saved')}"
+    assert str(sessions.run(f"%%accelerate {flags}\n{LOOP}").error) == "the session ends"
+    before = sessions.trained()
+    again = sessions.run(f"%%accelerate {flags} --resume\n{LOOP}")
+    assert isinstance(again.error, CannotResume)
+    assert str(again.error).startswith("history: of another size than at the head")
+    assert sessions.trained() == before
+    sessions.do(ABOVE)
+    sessions.do(f"%%accelerate {flags} --resume\n{LOOP}")
+    assert sessions.trained() == expected
+
+
+def test_a_model_of_another_shape_does_not_go_on(sessions: Sessions) -> None:
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 5)
+    sessions.begin(ABOVE.replace("3, 8)", "3, 16)").replace("(8, 1)", "(16, 1)"))
+    cell = sessions.run(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{LOOP}")
+    assert isinstance(cell.error, CannotResume)
+    assert str(cell.error).startswith("model[0].weight, ")
+
+
 def test_a_constant_above_may_be_another_and_is_named(sessions: Sessions) -> None:
     sessions.end(f"-n 1 {SAVES.format('saved')}", 5)
     sessions.begin(ABOVE + "note = 1\n")
