@@ -113,7 +113,7 @@ class Item:
 
     @property
     def follows_batches(self) -> bool:
-        """Whether these are statistics that each forward of a normalisation changes."""
+        """True if these are statistics that each forward of a normalisation changes."""
         norm = None if self.norm is None else self.norm()
         return norm is not None and norm.training
 
