@@ -91,6 +91,7 @@ def killed(kernel: RealKernel, above: str, cell: str, step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
+@pytest.mark.timeout(420)  # three kernels, each with torch
 @pytest.mark.parametrize("n", [2, 1])
 def test_a_loop_that_was_killed_goes_on_in_a_new_kernel_as_if_nothing_had_happened(
     new_kernel: Kernels, start: str, n: int
