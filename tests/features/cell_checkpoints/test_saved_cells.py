@@ -114,6 +114,19 @@ def test_a_loop_that_was_ended_goes_on_bit_by_bit(sessions: Sessions, n: int, st
     assert kept == [8, 10, 12] if step < 8 else len(kept) == 3
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("start", ["fork", "zygote"])
+def test_statistics_of_parts_of_a_batch_go_on_in_two_ranks(sessions: Sessions, start: str) -> None:
+    """Its first batch is split at once: in a run from the beginning it is whole in each rank."""
+    sessions.above = ABOVE.replace("dropout, ", "torch.nn.BatchNorm1d(8), dropout, ")
+    flags = f"-n 2 --start {start} {SAVES}"
+    expected = undisturbed(sessions, flags)
+    sessions.end(flags.format("saved"), 5)
+    cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{LOOP}")
+    assert "the first loss is" not in cell.stdout + cell.stderr
+    assert sessions.trained() == expected
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_loop_whose_steps_are_of_several_batches_goes_on_at_the_end_of_a_window(sessions: Sessions, n: int) -> None:
     schedule = "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=36)\n"
