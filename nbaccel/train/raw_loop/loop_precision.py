@@ -286,7 +286,9 @@ class LoopInFp16(LoopInBf16):
 
     def _noticing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-            self._is_scaled_by_loop |= scaler.is_enabled()
+            if scaler.is_enabled() and not self._is_scaled_by_loop:
+                self._is_scaled_by_loop = True
+                self._loop.say("-p fp16: a GradScaler of this cell scales losses by itself; nothing else in it does")
             return real(scaler, outputs)
 
         return scale

@@ -454,6 +454,7 @@ def test_what_a_loop_brings_of_the_same_type_is_left_alone() -> None:
     with changed_by(change):
         assert are_equal(bits(flat(by_hand)), expected)
         assert change.skipped == 0, "the loop's own scaler leaves steps out"
+    assert lines == ["-p fp16: a GradScaler of this cell scales losses by itself; nothing else in it does"]
     expected, by_hand = bits(flat(ByHand("bf16"))), ByHand("bf16")
     with changed_by(made("bf16")):
         assert are_equal(bits(flat(by_hand)), expected)
