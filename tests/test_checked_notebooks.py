@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
 MAGIC = "%%accelerate"
 
-ENDED_EARLY = {("06_never_lose_a_run.ipynb", "and --time-limit ends it after 2 s")}
+ENDED_EARLY = {("06_never_lose_a_run.ipynb", "and --time-limit ends it after 4 s")}
 """Red lines on cells that show what they say: by notebook, with words of the line."""
 
 REFUSED = {("05_watch_and_steer.ipynb", "ranks stay in this notebook, and a check needs its own")}

@@ -107,12 +107,18 @@ def test_a_training_that_is_ended_twice_ends_like_one_that_never_was(
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     notebook = run("06_never_lose_a_run.ipynb", environment, tmp_path, num_processes)
     said = text(notebook)
-    assert "at the time limit of 2 s; --resume goes on from its checkpoint" in said
-    assert [output.ename for output in outputs(notebook) if output.output_type == "error"] == ["RankDied"]
+    assert said.count("at the time limit of 4 s; --resume goes on from its checkpoint") == 2
+    assert [output.ename for output in outputs(notebook) if output.output_type == "error"] == ["RankDied", "RankDied"]
+    steps = [int(step) for step in re.findall(r"continuing from \S+/plain/checkpoint_\d+: step (\d+)", said)]
+    assert len(steps) == 2
+    assert steps[0] <= steps[1]
+    accuracies = re.findall(r"accuracy by epoch, (?:never ended|ended twice): (.*)", said)
+    assert accuracies[0] == accuracies[1]
     assert re.search(r"model\.safetensors is damaged: its checksum is \w+, .* Loading .*checkpoint_\d+ instead", said)
     # Where a library computes other bits each time, two runs that were never ended differ as well.
     is_repeatable = "never ended, two times, bit for bit: True" in said
     assert f"weights are equal, bit for bit:      {True}" in said or not is_repeatable
+    assert "weights of the plain loop are equal, bit for bit: True" in said or not is_repeatable
     assert not list(tmp_path.glob("nbaccel*"))
 
 

@@ -84,6 +84,11 @@ class StepCount:
             self.first = event.step
         self._by_losses = max(self._by_losses, event.step + 1)
 
+    def resume(self) -> None:
+        """Forget reports of loops that were passed over up to a checkpoint's place; they have not trained."""
+        if not (self._trains or self._by_losses):
+            self.first, self._newest = None, 0
+
     @property
     def done(self) -> int:
         newest = self._newest if self._trains else max(self._newest, self._by_losses)

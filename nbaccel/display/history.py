@@ -271,6 +271,7 @@ class History:
             self.items.restart(rank)
 
     def _take_resumed(self, rank: int, at_s: float, event: Resumed) -> None:
+        self._phase(rank, at_s).resume(rank)
         if self.attempts == 1:  # later attempts go on from checkpoints of this run
             self.resumed = self.resumed or event
 

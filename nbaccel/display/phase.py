@@ -71,6 +71,11 @@ class PhaseRecord:
         if rank == self.leader:
             self.bar.follow(course)
 
+    def resume(self, rank: int) -> None:
+        """Note that `rank` goes on from a checkpoint."""
+        if rank in self.counts:
+            self.counts[rank].resume()
+
     def count_loss(self, rank: int, event: Loss) -> None:
         """Record one backward of `rank`."""
         count = self.counts.get(rank)

@@ -202,6 +202,10 @@ class BatchSplitter:
         self._streams.restore(state["streams"])
         self._known = state["passes"] | self._known
 
+    def count_from_here(self) -> None:
+        """See `PassGauges`."""
+        self._gauges.count_from_here()
+
     def _remember(self, key: tuple[Any, ...]) -> None:
         """Use what another process has known of the pass that begins with `key`."""
         lasting = self._lasting[key] = (*key[:3], lasting_place(), *key[4:])

@@ -116,6 +116,10 @@ class PassGauge:
         self.is_left: Callable[[], bool] = lambda: False
         self._number = next(_numbers)
 
+    def count_from_here(self) -> None:
+        """Count no step that another process has done."""
+        self._first = self._steps()
+
     def place(self) -> Place | None:
         """Return where the program is in this pass; None if it was left, or has ended."""
         if self.is_over or self.is_left() or not self.taken:
@@ -207,6 +211,11 @@ class PassGauges:
         self._last[key] = gauge
         emit(Gauge(gauge.read))
         return gauge
+
+    def count_from_here(self) -> None:
+        """Note that the steps so far were done by another process, which this one continues."""
+        for gauge in self._last.values():
+            gauge.count_from_here()
 
     def note_no_loader(self) -> None:
         """Note a backward before any loader has handed out a batch: steps and rates are reported even so."""

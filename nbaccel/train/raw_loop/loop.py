@@ -221,6 +221,7 @@ class RawLoopTraining:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._steps.go_on_at(state["steps"])
+        self._passes.count_from_here()
         if "shared" in state:
             shared = unpack(state["shared"], {})
             self._passes.restore(shared["passes"])

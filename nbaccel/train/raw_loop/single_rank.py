@@ -127,6 +127,7 @@ class SingleRankWatch:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._steps.go_on_at(state["steps"])
+        self._gauges.count_from_here()
         if "shared" in state and (common := unpack(state["shared"], {})["passes"]["streams"]["_common"]) is not None:
             torch.default_generator.set_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
 
