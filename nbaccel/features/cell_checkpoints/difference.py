@@ -46,6 +46,7 @@ from nbaccel.namespace.wrappers import plain
 from nbaccel.train.checkpoint.content import load_tensors
 from nbaccel.train.checkpoint.manifest import FileRecord
 from nbaccel.train.checkpoint.serialization import ToHost, on_host, write_tensors
+from nbaccel.train.raw_loop.loader_pass import batches_taken
 
 __all__ = ["CellDifference", "Remade", "Restored", "StoredDifference"]
 
@@ -489,7 +490,7 @@ def _iterator(encoder: Encoder, root: str, iterator: Any) -> Any:
     if (loader := drawn.loader()) is None:
         _refuse(local_name(root), "an iterator of a loader that is gone")
     try:
-        return ["iterator", *map(encoder.encoded, (loader, drawn.created, drawn.first)), int(iterator._num_yielded)]
+        return ["iterator", *map(encoder.encoded, (loader, drawn.created, drawn.first)), batches_taken(iterator)]
     except NoData as error:
         _refuse(f"what {local_name(root)} reads{error.steps}", error.what)
 

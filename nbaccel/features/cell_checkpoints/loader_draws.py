@@ -19,7 +19,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -31,13 +31,15 @@ from nbaccel.base.quantities import with_article
 from nbaccel.features.cell_checkpoints import random_states
 from nbaccel.features.cell_checkpoints.data_codec import refuse_state
 from nbaccel.features.source.users_functions import is_rewritable
-from nbaccel.train.raw_loop import loader_pass
+from nbaccel.train.raw_loop import loader_pass, loaders
+from nbaccel.train.step.raw_loop_hooks import window_is_open
 
 __all__ = [
     "DRAWN",
     "LoaderDraw",
     "LoaderDraws",
     "digest_of",
+    "further_parts",
     "has_generator",
     "is_iterator",
     "is_known",
@@ -47,6 +49,10 @@ __all__ = [
 
 DRAWN = "nbaccel_drawn"
 """Attribute of an iterator: its `LoaderDraw`."""
+
+
+_COMPARED = 64
+"""Batches whose indices are compared."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +66,7 @@ class LoaderDraw:
         first: The state before its first batch; None if that has not come.
         again: The state that its first batch gets; None if that is the present one.
         count: Indices of batches that it has drawn.
-        last: A number for the last of them.
+        recent: Numbers for the last of them, without those that were drawn when it was made.
     """
 
     loader: weakref.ref[Any]
@@ -69,12 +75,12 @@ class LoaderDraw:
     first: dict[str, Any] | None = None
     again: dict[str, Any] | None = None
     count: int = 0
-    last: int = 0
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=_COMPARED))
 
     def note(self, what: Any) -> None:
         """Note the indices of a batch, or a batch that is made without."""
         self.count += 1
-        self.last = digest_of(what)
+        self.recent.append(digest_of(what))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Return nothing: a pickled iterator has drawn in another process."""
@@ -82,7 +88,23 @@ class LoaderDraw:
 
     def record(self) -> dict[str, Any]:
         """Return what `LoaderDraws.passing` needs."""
-        return {"created": self.created, "first": self.first, "order": [self.count, self.last]}
+        return {"created": self.created, "first": self.first, "order": [self.count, *self.recent]}
+
+    def draws_as(self, record: Mapping[str, Any]) -> bool:
+        """Return whether the batches that both have drawn last are the same.
+
+        Worker processes draw ahead, by another number of batches where these come in another number of parts.
+        """
+        count, *recent = record["order"]
+        if not (count and self.count):
+            return bool(count == self.count)
+        own, more = list(self.recent), self.count - count
+        if more > 0:
+            own = own[:-more]
+        elif more:
+            recent = recent[:more]
+        both = min(len(own), len(recent))
+        return not both or own[-both:] == recent[-both:]
 
 
 class LoaderDraws:
@@ -140,11 +162,13 @@ class LoaderDraws:
                 next(iterator)
         finally:
             self._is_passing = False
+            for loader in _loaders_below(iterator):
+                loaders.note_passed(loader)
 
     def passed(self) -> bool:
         """Note that the loop is where it was; return whether its loaders have drawn the same again."""
         self._records.clear()
-        return all(record["order"] == [drawn.count, drawn.last] for record, drawn in self._repeated)
+        return all(drawn.draws_as(record) for record, drawn in self._repeated)
 
     def _minds(self) -> bool:
         return self._place == (os.getpid(), threading.get_ident())
@@ -157,6 +181,7 @@ class LoaderDraws:
         iterator = real(loader)
         if isinstance(iterator, _BaseDataLoaderIter):
             drawn = LoaderDraw(weakref.ref(loader), parts, created, again=None if record is None else record["first"])
+            drawn.count = loader_pass.batches_ahead(iterator)  # of worker processes, with its making
             iterator.__dict__[DRAWN] = drawn
             iterator._sampler_iter = _Noted(iterator._sampler_iter, drawn)
             if record is not None:
@@ -171,9 +196,16 @@ class LoaderDraws:
             drawn.first = _states(drawn.parts)
         if self._is_passing and _need_not_fetch(iterator):
             return _draw(iterator)
-        batch = real(iterator)
+        batch = self._whole(iterator, real) if self._is_passing else real(iterator)
         if iterator._dataset_kind != _DatasetKind.Map:
             drawn.note(batch)
+        return batch
+
+    def _whole(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        """Return the first part of the next batch, after the others were handed out too."""
+        batch = real(iterator)
+        while window_is_open():
+            real(iterator)
         return batch
 
 
@@ -299,6 +331,9 @@ def remade(loader: Any, created: dict[str, Any], first: dict[str, Any] | None, t
             _draw(iterator)
         else:
             next(iterator)
+            while window_is_open():
+                next(iterator)
+    loaders.note_passed(iterator)
     random_states.restore(kept)
     return iterator
 
@@ -348,6 +383,16 @@ def _innermost(iterator: Any) -> Iterator[Any]:
         return
     for each in inner:
         yield from _innermost(each)
+
+
+def further_parts(iterator: Any) -> int:
+    """Return how many items of a loop were further parts of a batch that it had before."""
+    return max(map(loader_pass.further_parts, _loaders_below(iterator)), default=0)
+
+
+def _loaders_below(iterator: Any) -> list[Any]:
+    """Return the iterators of loaders from which an iterator takes."""
+    return [each for each in _innermost(iterator) if isinstance(each, _BaseDataLoaderIter)]
 
 
 def is_known(iterable: Any) -> bool:

@@ -36,6 +36,7 @@ from nbaccel.features.cell_checkpoints.loader_draws import (
     LoaderDraw,
     LoaderDraws,
     digest_of,
+    further_parts,
     has_generator,
     is_iterator,
     is_known,
@@ -610,7 +611,7 @@ def _record(loop: _OpenLoop, frame: int) -> dict[str, Any]:
     return {
         "frame": frame,
         "line": loop.site.line,
-        "taken": 0 if items is None else items.taken,
+        "taken": 0 if items is None else items.taken - further_parts(items.iterator),
         "at": None if items is None else items.at,
         "range": None if items is None else items.range,
         "head": loop.head,

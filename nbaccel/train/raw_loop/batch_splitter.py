@@ -470,6 +470,15 @@ class BatchSplitter:
             self._watch.end()
         return batch
 
+    def note_passed(self, iterator: Any) -> None:
+        """Note that the batches of a pass that were handed out by now are no news: another process trained on them."""
+        this = self._pass_of(iterator)
+        self._forget_handed()
+        if this.parts:
+            self._of_use.add(this.key)
+        if this.taken and this.key in self._trained:
+            self._note_trained(this, "")
+
     # -- parts of it
 
     def _is_to_be_watched(self, this: SharedPass, label: Label) -> bool:

@@ -89,6 +89,7 @@ class PassGauge:
 
     Attributes:
         taken: Batches that were handed out.
+        passed_over: Of these, those of the process that this one continues.
         samples: Of this rank in the largest of them; 0 unknown. Where all ranks have the same batch, that is this
             rank's share of it.
         has_trained: Backwards have come.
@@ -111,7 +112,7 @@ class PassGauge:
         self.may_train = may_train
         self._first = steps()
         self._began = time.monotonic()
-        self.taken = self.samples = 0
+        self.taken = self.passed_over = self.samples = 0
         self.has_trained = self.is_over = False
         self.is_left: Callable[[], bool] = lambda: False
         self._number = next(_numbers)
@@ -185,6 +186,27 @@ def pass_over(iterator: Any, count: int) -> None:
     for name in (LONE_PASS, SHARED_PASS):
         if (this := iterator.__dict__.get(name)) is not None:
             this.gauge.taken += count
+            this.gauge.passed_over += count
+
+
+def batches_taken(iterator: Any) -> int:
+    """Return how many batches of its loader an iterator has handed out, each once, in however many parts it came."""
+    this: SharedPass | None = iterator.__dict__.get(SHARED_PASS)
+    return int(iterator._num_yielded) if this is None else this.gauge.taken
+
+
+def batches_ahead(iterator: Any) -> int:
+    """Return how many batches of its loader a new iterator has drawn already, for its worker processes."""
+    this: SharedPass | None = iterator.__dict__.get(SHARED_PASS)
+    if this is None:
+        return getattr(iterator, "_send_idx", 0)
+    return sum(label.turn.is_first for label in this.labels)
+
+
+def further_parts(iterator: Any) -> int:
+    """Return how many parts of batches an iterator has handed out beside the first of each."""
+    this: SharedPass | None = iterator.__dict__.get(SHARED_PASS)
+    return 0 if this is None else this.taken - this.gauge.taken + this.gauge.passed_over
 
 
 class PassGauges:

@@ -20,6 +20,7 @@ __all__ = [
     "before_draw",
     "makes_of_indices",
     "nameless",
+    "note_passed",
     "samples_of_batch",
     "samples_of_index",
     "shares_out",
@@ -53,6 +54,9 @@ class Asked(Protocol):
     def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         """Return the next batch; `real` is torch's function for it."""
 
+    def note_passed(self, iterator: Any) -> None:
+        """Note that what `iterator` has handed out by now was trained in the process that this one continues."""
+
 
 def ask(passes: Asked) -> None:
     """Make torch's loaders call `passes` from now on, and no other. Calling this again has no effect."""
@@ -68,6 +72,13 @@ def before_draw() -> None:
     hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
     if hooks is not None:
         hooks.passes.before()
+
+
+def note_passed(iterator: Any) -> None:
+    """Note that what `iterator` has handed out by now was trained in the process that this one continues."""
+    hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
+    if hooks is not None and hooks.passes.minds(iterator):
+        hooks.passes.note_passed(iterator)
 
 
 class LoaderHooks:

@@ -250,6 +250,9 @@ class SingleRankWatch:
     def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         return real(iterator)
 
+    def note_passed(self, iterator: Any) -> None:
+        """Do nothing: nothing is kept of batches that were handed out."""
+
     def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         this: LoaderPass | None = iterator.__dict__.get(LONE_PASS)
         if this is None or this.task is not self._task:

@@ -381,3 +381,53 @@ def test_ranks_that_stay_save_and_go_on(sessions: Sessions) -> None:
     sessions.run("%accelerate stop")
     sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{LOOP}")
     assert sessions.trained() == expected
+
+
+OUT_OF_MEMORY = """
+step = 0
+for epoch in range(3):
+    for inputs, targets in loader:
+        end_here(step)
+        if Path("full").exists() and optimizer.state and len(inputs) > int(Path("full").read_text()) and epoch == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+    history.append(float(loss.detach()))
+"""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_loop_that_ran_out_of_memory_goes_on_from_its_newest_checkpoint_in_parts(
+    sessions: Sessions, workers: int
+) -> None:
+    """What was saved of a run in parts goes on in whole batches, too."""
+    above = ABOVE.replace("Dropout(0.2)", "Dropout(0.0)")
+    sessions.above = above.replace("shuffle=True", f"shuffle=True, num_workers={workers}")
+    flags = f"-n 2 {SAVES} --keep-checkpoints 9"
+    weights = torch.tensor(undisturbed(sessions, flags, OUT_OF_MEMORY)[0])
+    Path("full").write_text("2")
+    sessions.begin()
+    cell = sessions.do(f"%%accelerate {flags.format('saved')}\n{OUT_OF_MEMORY}")
+    assert re.search(r"ran out of memory at 2 x 4; started again from saved/checkpoint_[24] with 4 x 2", cell.stderr)
+    assert torch.allclose(torch.tensor(sessions.trained()[0]), weights, rtol=0, atol=1e-12)
+    Path("full").unlink()
+    for step in (6, 8):
+        sessions.begin()
+        resumed = f"{flags.format('again')} --resume saved/checkpoint_{step}"
+        cell = sessions.do(f"%%accelerate {resumed}\n{OUT_OF_MEMORY}")
+        assert torch.allclose(torch.tensor(sessions.trained()[0]), weights, rtol=0, atol=1e-12)
+
+
+def test_the_only_rank_of_a_loop_that_ran_out_of_memory_is_not_started_again(sessions: Sessions) -> None:
+    sessions.begin()
+    Path("full").write_text("2")
+    cell = sessions.run(f"%%accelerate -n 1 {SAVES.format('saved')}\n{OUT_OF_MEMORY}")
+    assert isinstance(cell.error, torch.OutOfMemoryError)
+    assert "not started again: nothing of ours can be cut, since a loop that prepares nothing is left as it is" in str(
+        cell.stdout + cell.stderr
+    )
+    assert Path("saved/checkpoint_4").exists()
