@@ -108,6 +108,7 @@ UNGUARDED = {
     "_num_yielded": "iterator._num_yielded",
     "_reset": "iterator._reset",
     "_sampler_iter": "iterator._sampler_iter",
+    "_send_idx": "sets(dataloader._MultiProcessingDataLoaderIter, '_send_idx')",
     "_shutdown": "sets(dataloader._MultiProcessingDataLoaderIter, '_shutdown')",
     "_shutdown_workers": "dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
     "_worker_init_fn": "sets(dataloader._MultiProcessingDataLoaderIter, '_worker_init_fn')",

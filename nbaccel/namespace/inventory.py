@@ -260,12 +260,12 @@ class Inventory:
                 continue
             if content is not None and (token := self.token(obj)) is not None:
                 yield Change(token, content)
-            if content is None and (doubt := kind.doubt(obj, mark)) and self._is_near(obj):
+            if content is None and (doubt := kind.doubt(obj, mark)) and self.is_near(obj):
                 self.unlooked[str(self.place(obj))] = doubt
         for obj in self._incomparable:
             self.unlooked[str(self.place(obj))] = f"{with_article(type(obj).__name__)} cannot be compared"
 
-    def _is_near(self, obj: Any) -> bool:
+    def is_near(self, obj: Any) -> bool:
         """Return whether a name has the object, or an object that does not say itself what its state is."""
         place = self.place(obj)
         words = [] if place is None else [word for word, _ in place.steps]

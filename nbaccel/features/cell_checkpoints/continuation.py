@@ -50,9 +50,19 @@ class ContinuedRun(Protocol):
     def say(self, line: str) -> None:
         """Print a line for all ranks."""
 
+    def say_here(self, line: str) -> None:
+        """Print a line of this rank."""
+
 
 class Continuation:
     """Restores one checkpoint in a run that goes on.
+
+    All that can be compared at the head of the loop is compared before the first write. What comes later is the place
+    in the loop, and the first loss; a run that is refused then leaves nothing in the notebook (`SavingCellTask`).
+
+    Attributes:
+        folder: The checkpoint.
+        has_written: Objects have the checkpoint's values.
 
     Raises:
         CannotResume: The cells are others than then.
@@ -70,6 +80,8 @@ class Continuation:
             )
         self._stored = StoredDifference.read(found.folder)
         self._restored: Restored | None = None
+        self.has_written = self._has_told = False
+        self.folder = found.folder
         self.position: Mapping[str, Any] = place.position
         self.unsaved: Collection[str] = self._stored.unsaved
         self.made: Collection[str] = self._stored.made
@@ -80,6 +92,7 @@ class Continuation:
         random_states.learn(self._random_states())
         assert self._run.head is not None
         self._restored = restored = self._stored.apply(self._run.head, remade)
+        self.has_written = True
         for note in restored.notes:
             self._run.say(note)
         names: Mapping[str, Any] = restored.names
@@ -96,7 +109,7 @@ class Continuation:
 
     def arrived(self) -> None:
         """Continue with this rank's random numbers, and with the count of steps."""
-        folder, manifest, run = self._found.folder, self._manifest, self._run
+        folder, manifest, run = self.folder, self._manifest, self._run
         random_states.restore(self._random_states())
         run.resumed(self._found)
         emit(Resumed(str(folder), manifest.step))
@@ -113,9 +126,13 @@ class Continuation:
     def _random_states(self) -> dict[str, Any]:
         """Return those of this rank; ranks that there were not make streams of their own out of those of rank 0."""
         folder, manifest, run = self._found.folder, self._manifest, self._run
-        state, reason = rng_files.find(folder, run.rank, manifest)
+        state, lost = rng_files.find(folder, run.rank, manifest)
+        reason = lost
         if state is None:
-            state, _ = rng_files.find(folder, 0, manifest)
+            state, reason = rng_files.find(folder, 0, manifest)
+            if run.rank < manifest.world_size and not self._has_told:
+                self._has_told = True
+                run.say_here(f"the random states of this rank were not saved ({lost}): its random numbers are others")
         if state is None:
             raise CannotResume(f"{folder} cannot be continued: it has no random states ({reason}).")
         return state

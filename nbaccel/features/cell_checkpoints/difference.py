@@ -13,11 +13,12 @@ from __future__ import annotations
 import ast
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -51,7 +52,7 @@ from nbaccel.train.raw_loop.loader_pass import batches_taken
 __all__ = ["CellDifference", "Remade", "Restored", "StoredDifference"]
 
 _NAME = "difference"
-_VERSION = 1
+_VERSION = 2
 _MOST_NAMED = 3
 """Objects that a message names."""
 
@@ -121,7 +122,9 @@ class CellDifference:
         }
         iterators = {root: value for root, value in bound.items() if _is_drawn_from(value)}
         unreachable = head.unreachable(now)  # also of a stage of the cell that is over: its objects are not made again
-        changed = [each for each in _changes(head) if text_of(each[0].place) not in {*unreachable}]
+        changed = [
+            each for each in _with_settings(head, _changes(head)) if text_of(each[0].place) not in {*unreachable}
+        ]
         made = MadeAgain.among(
             {root: value for root, value in bound.items() if root not in iterators},
             [content for _, content in changed],
@@ -162,6 +165,8 @@ class CellDifference:
             "written": {text_of(seen.place): digest for seen, _ in changed if (digest := _digest(seen)) is not None},
             "sizes": {text_of(seen.place): size for seen, _ in changed if (size := _size(seen)) is not None},
             "facts": _facts(head, bound),
+            "settings": _settings(head),
+            "loaders": _loaders(head),
         }
         return cls(data, encoder.tensors, unsaved, made.roots, tuple(head.doubts()))
 
@@ -229,7 +234,9 @@ class StoredDifference:
             changes = [str(text) for text, _ in self.data["changes"]]
             sums, without = dict(self.data["sums"]), {*changes, *self.data["unreachable"]}
             sizes = dict(self.data["sizes"])
+            loaders = {text: list(facts) for text, facts in self.data["loaders"].items() if text not in without}
         there = head.objects()
+        _refuse_other_loaders(loaders, _loaders(head))
         grown = [text for text, size in sizes.items() if text in there and _size(there[text]) != size]
         if grown:
             raise CannotResume(f"{_listed(map(_shown_text, grown))}: {_GROWN}")
@@ -263,6 +270,7 @@ class Restored:
         with _AsCorrupt(self._path):
             self._changes, self._names = list(data["changes"]), dict(data["names"])
             self.notes = _notes(data["facts"], head, {*data["names"], *stored.made, *stored.unsaved})
+            self.notes += _notes_on_settings(data["settings"], self._objects)
         self.names: dict[str, Any] = self._written()
         if not self._made:
             self.names |= self.fill({})
@@ -522,3 +530,114 @@ def _notes(facts: Mapping[str, Any], head: HeadState, names: Collection[str]) ->
         f"{local_name(root)} is {now[root]} here, and was {facts[root]:.{_LONGEST_FACT}} in the run that is continued"
         for root in other[:_MOST_NAMED]
     ]
+
+
+# --- settings of optimizers, schedulers and loaders -------------------------------------------------------------------
+
+
+def _with_settings(head: HeadState, changed: list[tuple[Seen, Any]]) -> list[tuple[Seen, Any]]:
+    """Add the settings of optimizers and schedulers to the changes: they count with the checkpoint, as in `load_state`.
+
+    Otherwise a learning rate that a cell above has now would hold where no scheduler moves it, and not elsewhere.
+    """
+    contents = {id(seen.obj): (seen, content) for seen, content in changed}
+    for seen in _held_settings(head):
+        if isinstance(seen.obj, list):
+            contents.setdefault(id(seen.obj), (seen, (len(seen.mark), 0, list(seen.obj))))
+            continue
+        _, change = contents.get(id(seen.obj), (seen, Entries([], [], [])))
+        entries = change.entries()
+        more = {key: value for key, value in _plain_entries(seen.obj).items() if key not in entries}
+        full = Entries(change.removed, [*change.keys, *more], [*change.values, *more.values()])
+        contents[id(seen.obj)] = seen, full
+    return list(contents.values())
+
+
+def _held_settings(head: HeadState) -> Iterator[Seen]:
+    """Yield the dictionaries, and lists of numbers, that settings of optimizers and schedulers are in."""
+    there = {id(seen.obj): seen for seen in head.objects().values()}
+    for seen in head.objects().values():
+        held: list[Any] = []
+        if issubclass(type(seen.obj), torch.optim.Optimizer):
+            held = [*seen.obj.param_groups]
+        elif issubclass(type(seen.obj), torch.optim.lr_scheduler.LRScheduler):
+            held = [*_containers(vars(seen.obj))]
+        yield from (there[id(each)] for each in held if id(each) in there)
+
+
+def _containers(held: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield a dictionary, and those within it, with the lists of numbers."""
+    if type(held) is dict or _is_setting(tuple(held)):
+        yield held
+    for each in held.values() if type(held) is dict else held:
+        if type(each) in (list, dict) and depth:
+            yield from _containers(each, depth - 1)
+
+
+def _is_setting(value: Any) -> bool:
+    return type(value) in SCALARS or (type(value) is tuple and all(type(each) in SCALARS for each in value))
+
+
+def _plain_entries(held: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in held.items() if type(key) is str and _is_setting(value)}
+
+
+def _settings(head: HeadState) -> dict[str, Any]:
+    """Return what groups of parameters had for settings at the head, by the text of their place."""
+    return {
+        text_of(seen.place): {key: repr(value)[:_LONGEST_FACT] for key, value in _at_head(seen).items()}
+        for seen in _held_settings(head)
+        if isinstance(seen.obj, dict)
+    }
+
+
+def _at_head(seen: Seen) -> dict[str, Any]:
+    return _plain_entries(dict(zip(*seen.mark, strict=True))) if type(seen.mark) is tuple else {}
+
+
+def _notes_on_settings(then: Mapping[str, Any], there: Mapping[str, Seen]) -> list[str]:
+    """Return lines about settings that a cell above makes otherwise now; the checkpoint's are taken."""
+    found = []
+    for text, settings in then.items():
+        now = _at_head(there[text]) if text in there else {}
+        for key in now:
+            if key in settings and repr(now[key])[:_LONGEST_FACT] != settings[key]:
+                was = f"{settings[key]:.{_LONGEST_FACT}}"
+                name = f"{_shown_text(text)}[{key!r}]"
+                found.append(f"{name} is {now[key]!r} here, and was {was} in the run that is continued, which is taken")
+    return found[:_MOST_NAMED]
+
+
+def _loaders(head: HeadState) -> dict[str, list[Any]]:
+    """Return by what each loader makes its batches, by the text of its place."""
+    found: dict[str, list[Any]] = {}
+    for text, seen in head.objects().items():
+        if issubclass(type(seen.obj), DataLoader):
+            own = vars(seen.obj)
+            batches = own.get("batch_sampler")
+            size = getattr(batches, "batch_size", None) or own.get("batch_size")
+            found[text] = [size if type(size) is int else None, bool(own.get("drop_last")), _sampler_of(own)]
+    return found
+
+
+def _sampler_of(own: Mapping[str, Any]) -> str:
+    return type(own.get("sampler")).__name__
+
+
+_OF_LOADERS = ("batch_size", "drop_last", "sampler")
+
+
+def _refuse_other_loaders(then: Mapping[str, Any], now: Mapping[str, list[Any]]) -> None:
+    """Refuse loaders that make other batches: a place in a loop counts these.
+
+    Raises:
+        CannotResume: One does.
+    """
+    for text, facts in then.items():
+        for name, was, here in zip(_OF_LOADERS, facts, now.get(text, facts), strict=False):
+            if was != here:
+                raise CannotResume(
+                    f"{_shown_text(text)}: its {name} is {here} here, and was {was!s:.40} in the run that is "
+                    "continued, so the place in its loop is another one. Nothing was written: take the change back, or "
+                    "leave --resume out to start anew."
+                )

@@ -263,7 +263,9 @@ class HeadState:
         """Return sentences about objects near the notebook's names of which it cannot be known whether they changed."""
         found = []
         for obj, kind, mark in self._inventory.seen():
-            if kind is not None and (doubt := kind.doubt(obj, mark)) and (place := self._inventory.place(obj)):
+            if kind is not None and (doubt := kind.doubt(obj, mark)) and self._inventory.is_near(obj):
+                place = self._inventory.place(obj)
+                assert place is not None, "it is near a name"
                 found.append(f"{shown(place)}: {doubt}, and is not in the checkpoint")
         return found
 

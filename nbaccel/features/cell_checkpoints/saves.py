@@ -88,6 +88,7 @@ class CellSaves:
         self._marks = marks
         self._is_on, self._is_due, self._is_tried, self._has_optimizer = True, False, False, False
         self._asked = self._saved = 0
+        self._noted: set[str] = set()
         self._writer, self._staging = Writer(), Staging()
         self.head: HeadState | None = None
         found = None if policy.resume is None else self._found(policy.resume)
@@ -95,6 +96,11 @@ class CellSaves:
         self._foreign = None if is_of_ours else found
         self._continuation = Continuation(found, self, marks) if found is not None and is_of_ours else None
         self._cell = MarkedCell(source, namespace, self, self._continuation)
+
+    @property
+    def has_written(self) -> bool:
+        """Return whether objects have the values of a checkpoint."""
+        return self._continuation is not None and self._continuation.has_written
 
     @property
     def parts(self) -> list[types.CodeType]:
@@ -119,17 +125,15 @@ class CellSaves:
         forget(self._step_back)
 
     def _end_writing(self, is_over: bool) -> None:
-        """Wait for the checkpoint that is being written.
+        """Wait for the last checkpoint.
 
         Raises:
-            CannotSave: It could not be, and no other error has ended the cell.
+            CannotSave: There is none of this run, and no other error has ended the cell.
         """
         try:
             self._writer.join()
         except CannotSave as error:
-            if is_over:
-                raise
-            self.say(str(error))
+            self._go_on_without(error, is_last=True, is_needed=is_over)
 
     def _step_back(self) -> None:
         """Leave saves to the Accelerator: the program prepares."""
@@ -139,6 +143,10 @@ class CellSaves:
         """Print a line for all ranks."""
         if self._world.is_main_process:
             sys.stdout.write(f"{line}\n")
+
+    def say_here(self, line: str) -> None:
+        """Print a line of this rank."""
+        sys.stdout.write(f"rank {self._world.rank}: {line}\n")
 
     # -- to go on
 
@@ -153,6 +161,10 @@ class CellSaves:
         for reason in found.passed_over:
             self.say(f"{reason}. Loading {found.folder} instead.")
         return found
+
+    def _say_if_it_begins(self) -> None:
+        if self._policy.resume is not None and self._continuation is None and self._foreign is None:
+            self.say(f"nothing to resume in {self._policy.resume} yet: the training starts at its beginning")
 
     def resumed(self, found: FoundCheckpoint) -> None:
         """Count this run as one that goes on from a checkpoint."""
@@ -181,8 +193,8 @@ class CellSaves:
                 f"{self._foreign.folder} is a checkpoint of a prepared loop, and this loop prepares nothing. Prepare "
                 "as then, name another checkpoint (--resume PATH), or leave --resume out to start anew."
             )
-        if self._policy.resume is not None and self._continuation is None and self.head is None:
-            self.say(f"nothing to resume in {self._policy.resume} yet: the training starts at its beginning")
+        if self.head is None:
+            self._say_if_it_begins()
         self.head = HeadState(roots)
 
     def at_boundary(self, boundary: Boundary) -> None:
@@ -190,7 +202,7 @@ class CellSaves:
 
         Raises:
             RunStopped: The run ends here; it is saved if it can be.
-            CannotSave: The loop cannot be saved, and this is the first time that it is found out.
+            CannotSave: The loop cannot be saved, and nothing of this run is.
         """
         if not self._is_on or window_is_open():
             return
@@ -203,7 +215,10 @@ class CellSaves:
             self._is_due |= self._schedule is not None and self._schedule.is_due(step)
         if self._is_due and not boundary.refusal():
             self._is_due = False
-            self._save(boundary, step)
+            try:
+                self._save(boundary, step)
+            except CannotSave as error:
+                self._go_on_without(error)
 
     def _enter(self, boundary: Boundary, step: int) -> None:
         try:
@@ -212,12 +227,21 @@ class CellSaves:
             if self._schedule is not None:
                 emit(SavingAtStop())
                 try:
-                    if step > self._saved and not boundary.refusal():
-                        self._save(boundary, step)
-                    self._writer.join()
+                    self._save_at_stop(boundary, step)
                 finally:
                     emit(SavingAtStop(is_over=True))
             raise
+
+    def _save_at_stop(self, boundary: Boundary, step: int) -> None:
+        """Save what was trained since the last checkpoint; the run ends here, also without."""
+        try:
+            if step > self._saved:
+                if why := boundary.refusal():
+                    raise CannotSave(why)
+                self._save(boundary, step, is_last=True)
+            self._writer.join()
+        except CannotSave as error:
+            self._go_on_without(error, is_last=True, is_needed=False)
 
     # -- saves
 
@@ -262,8 +286,15 @@ class CellSaves:
             return
         if kind_of_call(sys._getframe(1)) is not None:
             self._step_back()
-        elif self.head is None and self._schedule is not None:
-            self._refuse(f"{_NOT_HERE}.")
+        elif self.head is None:
+            self._say_if_it_begins()
+            if self._continuation is not None:
+                raise CannotResume(
+                    f"{self._continuation.folder} cannot be continued: the cell trains before it has come to the loop "
+                    "in which that was saved. Nothing was trained; leave --resume out to start anew."
+                )
+            if self._schedule is not None:
+                self._refuse(f"{_NOT_HERE}.")
 
     def _refuse(self, why: str) -> None:
         """Raise an error, or only print it if the flag is one of the notebook's settings."""
@@ -274,12 +305,44 @@ class CellSaves:
 
     def _difference(self, boundary: Boundary, to_host: ToHost = on_host) -> CellDifference:
         assert self.head is not None, "a boundary is in a loop, whose head comes before"
-        return CellDifference.between(self.head, boundary.roots(), to_host, boundary.can_make)
+        difference = CellDifference.between(self.head, boundary.roots(), to_host, boundary.can_make)
+        for note in difference.notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                self.say(f"{self._flag}: {note}")
+        return difference
 
-    def _save(self, boundary: Boundary, step: int) -> None:
-        """Save this rank's share; in rank 0 a thread goes on with it once everything is copied."""
-        self._writer.join()  # the save before, whose copies are overwritten
+    def _go_on_without(self, error: CannotSave, is_last: bool = False, is_needed: bool = True) -> None:
+        """Leave out a save that cannot be made, and say so, if another checkpoint stays.
+
+        No rank asks the others: when they save next does not depend on what became of this save.
+
+        Args:
+            is_last: The run ends.
+            is_needed: Without any checkpoint the run ends by the error.
+        """
+        rank = self._world.rank
+        if rank:  # of its random states
+            self.say_here(f"{error} The others are saved.")
+            return
+        newest = self._timeline.latest
+        if newest is None and is_needed:
+            raise error
+        left = "Nothing of this run is saved" if newest is None else f"{newest} stays the newest checkpoint"
+        goes_on = "" if is_last else ", and the training goes on"
+        self.say(f"{self._flag}: not saved: {str(error).rstrip('.')}. {left}{goes_on}.")
+
+    def _save(self, boundary: Boundary, step: int, is_last: bool = False) -> None:
+        """Save this rank's share; in rank 0 a thread goes on with it once everything is copied.
+
+        Raises:
+            CannotSave: It cannot be saved.
+        """
         self._saved = step
+        try:
+            self._writer.join()  # the save before, whose copies are overwritten
+        except CannotSave as error:
+            self._go_on_without(error, is_last, is_needed=not is_last)
         generators = random_states.read()
         lineage, rank = self._timeline.lineage, self._world.rank
         stamp = Stamp(step, self._parts_of_batch, f"{lineage.run}.{lineage.turns}")

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import types
 from collections.abc import Mapping
 from typing import Any
 
+from nbaccel.errors import CannotResume, CheckpointCorrupt
 from nbaccel.features.cell_checkpoints.saves import CellSaves, marks_of
+from nbaccel.launching.ipc.spec import Results
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
 
 __all__ = ["SavingCellTask"]
+
+_WRITTEN = (
+    "objects of these cells have the values of the checkpoint by now: run the cells above again, which make them, also "
+    "before the training begins anew"
+)
+"""Said where the process, and with it the objects, outlives the run."""
 
 
 class SavingCellTask(CellTask):
@@ -40,14 +49,27 @@ class SavingCellTask(CellTask):
         self.run_name = run_name or secrets.token_hex(6)
         self.marks = marks_of(source, namespace) if marks is None else marks
         self._saving_parts: list[types.CodeType] = []
+        self._made_in = os.getpid() if marks is None else 0
+        self._is_refused = False
 
     def _own_facts(self) -> Mapping[str, Any]:
         return {"run_name": self.run_name, "marks": self.marks}
 
     def run(self) -> None:
-        with CellSaves(self.source, self.namespace, self.run_name, self.marks, self.flags) as saves:
-            self._saving_parts = saves.parts
-            super().run()
+        saves: CellSaves | None = None
+        try:
+            with CellSaves(self.source, self.namespace, self.run_name, self.marks, self.flags) as saves:
+                self._saving_parts = saves.parts
+                super().run()
+        except (CannotResume, CheckpointCorrupt) as error:
+            self._is_refused = True
+            if saves is not None and saves.has_written and (self.home is not None or os.getpid() == self._made_in):
+                error.add_note(_WRITTEN)
+            raise
+
+    def results(self, rank: int) -> Results:
+        """Return what the cell leaves; nothing of a resume that was refused on the way."""
+        return Results() if self._is_refused else super().results(rank)
 
     def _executed(self) -> list[types.CodeType]:
         return self._saving_parts

@@ -420,6 +420,53 @@ def test_plain_values_of_a_session_are_its_own_and_are_said(tmp_path: Path) -> N
     assert restored.notes == ["began is 200.5 here, and was 100.5 in the run that is continued"]
 
 
+OPTIMIZED = """
+import torch
+model = torch.nn.Linear(2, 1)
+torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, betas=(0.9, 0.99))
+"""
+STEPS = "for turn in range(3):\n    model(torch.ones(1, 2)).sum().backward()\n    optimizer.step()\n"
+
+
+def test_an_optimizer_has_the_settings_of_the_checkpoint_and_those_here_are_said(tmp_path: Path) -> None:
+    """Also where no scheduler has moved them."""
+    saved(tmp_path, OPTIMIZED, STEPS)
+
+    notebook, restored = continued(tmp_path, OPTIMIZED.replace("0.3", "0.1"))
+
+    assert notebook["optimizer"].param_groups[0]["lr"] == 0.3
+    said = "optimizer.param_groups[0]['lr'] is 0.1 here, and was 0.3 in the run that is continued, which is taken"
+    assert restored.notes == [said]
+
+
+def test_a_scheduler_has_the_curve_of_the_checkpoint(tmp_path: Path) -> None:
+    above = f"{OPTIMIZED}curve = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20)\n"
+    loop = f"{STEPS}    curve.step()\n"
+    expected = saved(tmp_path, above, loop)
+
+    notebook, restored = continued(tmp_path, above.replace("0.5, total_steps=20", "0.7, total_steps=40"))
+
+    assert len(restored.notes) == 3
+    for _ in range(5):
+        for each in (expected, notebook):
+            executed(loop, each)
+        assert notebook["optimizer"].param_groups[0]["lr"] == expected["optimizer"].param_groups[0]["lr"]
+
+
+def test_a_loader_of_another_batch_size_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    above = "from torch.utils.data import DataLoader\nloader = DataLoader(range(9), batch_size=2)\nhistory = []"
+    saved(tmp_path, above, "history.append(1)")
+    notebook = executed(above.replace("batch_size=2", "batch_size=3"))
+
+    with pytest.raises(
+        CannotResume, match=r"^loader: its batch_size is 3 here, and was 2 in the run that is continued"
+    ):
+        StoredDifference.read(tmp_path).apply(HeadState(notebook), None)
+
+    assert notebook["history"] == []
+
+
 def test_sums_show_writes_that_torch_does_not_count(tmp_path: Path) -> None:
     above = "import torch\nweight = torch.zeros(3)"
     saved(tmp_path, above, "weight.data[1] = 5")

@@ -186,6 +186,69 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_hides_no_other_one(
     assert said in cell.stdout
 
 
+HAS_MOVED = """        step += 1
+        moved = iter([step, step]) if 4 < step < 7 else None
+        moved and next(moved)
+"""
+CANNOT_BE_SAVED = LOOP.replace("        step += 1\n", HAS_MOVED)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_later_save_that_cannot_be_made_is_left_out_and_said(sessions: Sessions, n: int) -> None:
+    """The ranks save at the same steps afterwards."""
+    flags = f"-n {n} {SAVES}"
+    expected = undisturbed(sessions, flags)
+    sessions.begin()
+    cell = sessions.do(f"%%accelerate {flags.format('saved')} --keep-checkpoints 9\n{CANNOT_BE_SAVED}")
+    said = "--checkpoint-every 2steps: not saved: moved is a list_iterator, which no file of data can hold, and "
+    assert cell.stdout.count(said) == 1, cell.stdout
+    assert ". saved/checkpoint_4 stays the newest checkpoint, and the training goes on.\n" in cell.stdout
+    found = [*Path("saved").glob("checkpoint_*")]
+    assert sorted(int(path.name.rpartition("_")[2]) for path in found) == [2, 4, 8, 10, 12]
+    assert sessions.trained() == expected
+    for each in found:
+        assert (each / f"generators_{n - 1}.json").exists(), each
+
+
+def test_a_run_that_is_stopped_where_it_cannot_be_saved_names_its_newest_checkpoint(sessions: Sessions) -> None:
+    sessions.begin(ABOVE + "pause = 0.3\n")
+    loop = CANNOT_BE_SAVED.replace("< step < 7", "< step")
+    loop = loop.replace("step += 1\n", "step += 1\n        time.sleep(pause)\n")
+    cell = sessions.do(f"%%accelerate -n 1 {SAVES.format('saved')} --time-limit 3s\n{loop}")
+    assert " saved/checkpoint_4 stays the newest checkpoint.\n" in cell.stdout, cell.stdout
+    assert re.search(r"stopped after \d+ steps at the time limit of 3 s; --resume goes on from its", cell.stdout)
+
+
+UNSTABLE = """
+class Anew(torch.utils.data.Sampler):
+    def __len__(self):
+        return len(data)
+    def __iter__(self):
+        own = torch.Generator().manual_seed(time.time_ns() % 2**31)
+        return iter(torch.randperm(len(data), generator=own).tolist())
+
+loader = DataLoader(data, batch_size=8, sampler=Anew())
+"""
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("start", ["fork", "zygote", "inline"])
+def test_a_resume_that_is_refused_on_the_way_leaves_nothing_in_the_notebook(sessions: Sessions, start: str) -> None:
+    sessions.above = ABOVE + UNSTABLE
+    flags = f"-n 1 --start {start} {SAVES.format('saved')}"
+    sessions.end(flags, 5)
+    before = sessions._notebook.names["model"][0].weight.tolist()
+    cell = sessions.run(f"%%accelerate {flags} --resume\n{LOOP}")
+    assert isinstance(cell.error, CannotResume)
+    assert "draws other samples than in the run that is continued" in str(cell.error)
+    notes = getattr(cell.error, "__notes__", [])
+    if start == "inline":
+        assert any("have the values of the checkpoint by now: run the cells above again" in note for note in notes)
+    else:
+        assert sessions._notebook.names["model"][0].weight.tolist() == before
+        assert not any("by now" in note for note in notes)
+
+
 @pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_trains_on_the_same_samples(sessions: Sessions, then: int, now: int) -> None:
     sessions.above = ABOVE.replace("Dropout(0.2)", "Dropout(0.0)")
@@ -199,9 +262,10 @@ def test_another_number_of_ranks_trains_on_the_same_samples(sessions: Sessions, 
     assert torch.allclose(torch.tensor(found[1]), torch.tensor(history), rtol=0, atol=1e-12)
 
 
-def test_without_a_checkpoint_a_resume_begins_anew_and_says_so(sessions: Sessions) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_without_a_checkpoint_a_resume_begins_anew_and_says_so(sessions: Sessions, n: int) -> None:
     sessions.begin()
-    cell = sessions.do(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{LOOP}")
+    cell = sessions.do(f"%%accelerate -n {n} {SAVES.format('saved')} --resume\n{LOOP}")
     assert "nothing to resume in saved yet: the training starts at its beginning\n" in cell.stdout
 
 
@@ -348,6 +412,18 @@ def test_a_loop_in_a_module_is_refused_before_its_first_step(sessions: Sessions)
     assert isinstance(ended.error, CannotSave), ended.error
     assert str(ended.error).startswith("--checkpoint-every 2steps: the loop that trains is neither in the cell nor")
     assert not Path("saved").exists()
+
+
+def test_a_cell_that_trains_before_it_comes_to_its_loop_does_not_go_on(sessions: Sessions) -> None:
+    Path("warm_of_test.py").write_text(
+        "import os\ndef warm(optimizer):\n    if os.path.exists('w'): optimizer.step()\n"
+    )
+    loop = f"import sys; sys.path.insert(0, '')\nimport warm_of_test\nwarm_of_test.warm(optimizer)\n{LOOP}"
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 5, loop)
+    Path("w").touch()
+    cell = sessions.run(f"%%accelerate -n 1 --cpu --resume saved\n{loop}")
+    assert isinstance(cell.error, CannotResume), cell.error
+    assert str(cell.error).startswith("saved/checkpoint_4 cannot be continued: the cell trains before it has come to")
 
 
 BY_HAND = """
