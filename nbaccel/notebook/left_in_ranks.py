@@ -64,7 +64,8 @@ class LeftInRanks:
                 f"{', '.join(apart)} {'differ' if len(apart) > 1 else 'differs'} between the ranks{whose}: nothing "
                 f"kept {_them(apart)} in step. {self._remedy(apart, 'does')}; --independent, if that is meant"
             )
-        together = any(facts.get("exchanged", True) or facts.get("was_warned", True) for facts in self._facts)
+        words = {"exchanged": True, "was_warned": True, "was_over": False}
+        together = any(facts.get(name, default) for facts in self._facts for name, default in words.items())
         if self._ranks == 1 or len(self._facts) < self._ranks or together:
             return ""
         changed = [name for name in self.trained if name not in self._holders]

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbaccel.base.events import SavesItself, SavingAtStop, emit, reports
+from nbaccel.base.events import LoopKind, SavesItself, SavingAtStop, TrainingMode, emit, reports
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import CannotResume, CannotSave, RunStopped
 from nbaccel.features.cell_checkpoints import random_states
@@ -68,6 +68,7 @@ class CellSaves:
 
     Attributes:
         head: The notebook and the cell at the head of the loop; None before it.
+        was_over: The run that was continued had nothing left to train.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class CellSaves:
         self._marks = marks
         self._is_on, self._is_due, self._is_tried, self._has_optimizer = True, False, False, False
         self._asked = self._saved = 0
+        self._resumed_at = -1
+        self.was_over = False
         self._noted: set[str] = set()
         self._writer, self._staging = Writer(), Staging()
         self.head: HeadState | None = None
@@ -119,7 +122,14 @@ class CellSaves:
         self._cell.__exit__(*error)
         self._first_step.remove()
         self._end_writing(is_over=error[0] is None)
-        if self._is_on and self._schedule is not None and not self._is_tried and step_under_way():
+        if self._is_on and error[0] is None and self._resumed_at == self._cell.steps:
+            self.was_over = True
+            emit(TrainingMode(LoopKind.UNMODIFIED))
+            self.say(
+                f"the run was over at step {self._resumed_at}, its last: nothing was left to train, and its results "
+                "are in place"
+            )
+        elif self._is_on and self._schedule is not None and not self._is_tried and step_under_way():
             self.say(f"{self._flag}: nothing was saved, since no optimizer has stepped in a loop of the cell.")
         self._step_back()
         forget(self._step_back)
@@ -171,7 +181,7 @@ class CellSaves:
         assert found.manifest is not None
         self._timeline.lineage.follow(found.manifest)
         self._timeline.latest = found.folder
-        self._cell.steps = self._asked = self._saved = found.manifest.step
+        self._cell.steps = self._asked = self._saved = self._resumed_at = found.manifest.step
 
     @property
     def rank(self) -> int:

@@ -6,6 +6,7 @@ import os
 import secrets
 import types
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nbaccel.errors import CannotResume, CheckpointCorrupt
@@ -50,7 +51,7 @@ class SavingCellTask(CellTask):
         self.marks = marks_of(source, namespace) if marks is None else marks
         self._saving_parts: list[types.CodeType] = []
         self._made_in = os.getpid() if marks is None else 0
-        self._is_refused = False
+        self._is_refused = self._was_over = False
 
     def _own_facts(self) -> Mapping[str, Any]:
         return {"run_name": self.run_name, "marks": self.marks}
@@ -61,6 +62,7 @@ class SavingCellTask(CellTask):
             with CellSaves(self.source, self.namespace, self.run_name, self.marks, self.flags) as saves:
                 self._saving_parts = saves.parts
                 super().run()
+            self._was_over = saves.was_over
         except (CannotResume, CheckpointCorrupt) as error:
             self._is_refused = True
             if saves is not None and saves.has_written and (self.home is not None or os.getpid() == self._made_in):
@@ -69,7 +71,10 @@ class SavingCellTask(CellTask):
 
     def results(self, rank: int) -> Results:
         """Return what the cell leaves; nothing of a resume that was refused on the way."""
-        return Results() if self._is_refused else super().results(rank)
+        if self._is_refused:
+            return Results()
+        found = super().results(rank)
+        return replace(found, facts={**found.facts, "was_over": self._was_over})
 
     def _executed(self) -> list[types.CodeType]:
         return self._saving_parts

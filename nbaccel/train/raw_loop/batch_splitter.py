@@ -616,7 +616,7 @@ class BatchSplitter:
             self.refuse_passed_over("memory ran out with whole ones" if this.lead == 0 else "")
         self._settle()
         is_cuttable = this.is_split and (this.layout is None or this.layout.is_known)
-        if is_cuttable and not this.parts and (this.began_split or this.taken > this.lead):
+        if is_cuttable and this.taken and not this.parts and (this.began_split or this.taken > this.lead):
             self._tell(this, False, f"its batches have fewer than {self._world_size} samples")
         if this.record and this.parts and self._is_cycled(this, iterator):
             self._replay = itertools.cycle(this.record)

@@ -507,3 +507,17 @@ def test_the_only_rank_of_a_loop_that_ran_out_of_memory_is_not_started_again(ses
         cell.stdout + cell.stderr
     )
     assert Path("saved/checkpoint_4").exists()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_run_that_was_over_says_so_and_has_its_results(sessions: Sessions, n: int) -> None:
+    flags = f"-n {n} {SAVES}"
+    expected = undisturbed(sessions, flags)
+    sessions.begin()
+    cell = sessions.do(f"%%accelerate {flags.format('undisturbed')} --resume\n{LOOP}")
+    assert "continuing from undisturbed/checkpoint_12: step 12\n" in cell.stdout
+    said = "the run was over at step 12, its last: nothing was left to train, and its results are in place\n"
+    assert said in cell.stdout
+    for word in ("nothing was", "whole in each", "same work"):
+        assert word not in (cell.stdout + cell.stderr).replace(said, "")
+    assert sessions.trained() == expected
