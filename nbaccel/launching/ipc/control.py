@@ -433,11 +433,13 @@ class StepGate:
         self._rank = rank
         self._last = -1
         self._entered_at = 0.0
+        self._saved_before = 0
         self._calls: _Calls | None = None
 
     def begin(self) -> None:
         """Begin another run."""
         self._last, self._entered_at = -1, 0.0
+        self._saved_before = 0
         self._calls = None
 
     def __call__(self, event: Event) -> None:
@@ -456,8 +458,11 @@ class StepGate:
             event.take()
         elif isinstance(event, SaveDue):
             self._page.save_before = event.step
-        elif isinstance(event, SaveAsked) and self._page.save_before == event.step:
-            event.answer()
+        elif isinstance(event, SaveAsked):
+            announced = self._page.save_before
+            if announced == event.step or self._saved_before < announced <= event.step:
+                self._saved_before = announced
+                event.answer()
 
     def enter_step(self, step: int, substep: int) -> None:
         """Handle a `StepEntered`, which is in every step, without an event object."""

@@ -139,17 +139,26 @@ class _Alone:
 
 
 class _Leading(_Alone):
-    """Schedule of rank 0: saves one step after the time is over, and announces that step."""
+    """Schedule of rank 0: announces the next step when the time is over, and saves before it.
+
+    It is not asked about every step: where an epoch has two steps, about every second one. So it saves before the first
+    step that it is asked about from the announced one on, as the other ranks do.
+    """
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
-        self._announced = 0
+        self._announced: int | None = None
 
     def is_due(self, step: int) -> bool:
-        if self._announced < step and super().is_due(step):
-            self._announced = step + 1
-            emit(SaveDue(self._announced))
-        return self._announced == step
+        if self._announced is None:
+            if super().is_due(step):
+                self._announced = step + 1
+                emit(SaveDue(self._announced))
+            return False
+        if step < self._announced:
+            return False
+        self._announced = None
+        return True
 
 
 class _Following:

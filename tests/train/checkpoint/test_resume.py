@@ -18,6 +18,7 @@ from nbaccel.base.world import World
 from nbaccel.display.history import History
 from nbaccel.display.summary import where
 from nbaccel.errors import CannotResume, RunStopped
+from nbaccel.launching.ipc.control import ControlPage, StepGate
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.autosave import schedule
 from nbaccel.train.checkpoint.directory import Timeline
@@ -326,6 +327,22 @@ def test_the_time_is_kept_by_rank_0_and_told_one_step_ahead() -> None:
         asked = [(leading.is_due(step), following.is_due(step)) for step in range(1, 6)]
     assert asked == [(False, False), (True, True), (False, False), (True, True), (False, False)]
     assert announced == [2, 4, 6][: len(announced)]
+
+
+def test_a_save_that_is_announced_for_the_begin_of_an_epoch_comes_at_the_next_place_for_one() -> None:
+    """Where an epoch has two steps, ranks are asked before every second one: 1, 3, 5."""
+    page = ControlPage.create(2)
+    gates = [StepGate(page, rank) for rank in range(2)]
+    leading = schedule(Period(1e-9), World(0, 2, 0, 2))
+    following = schedule(Period(1e-9), World(1, 2, 1, 2))
+    due = []
+    for step in (1, 3, 5, 7, 9):
+        with outlet(gates[1]):  # first: what rank 0 announces now is about a later step
+            first = following.is_due(step)
+        with outlet(gates[0]):
+            due.append((leading.is_due(step), first))
+    page.close()
+    assert due == [(False, False), (True, True), (False, False), (True, True), (False, False)]
 
 
 def test_steps_are_counted_alike_by_every_rank() -> None:
