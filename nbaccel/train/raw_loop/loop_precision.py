@@ -438,8 +438,8 @@ class LoopInFp16(LoopInBf16):
     def note_dropped(self, owner: Optimizer | Module) -> None:
         if not self._found:
             return
-        dropped = [owner] if isinstance(owner, Optimizer) else self._holders_of(owner.parameters())
-        for optimizer in dropped:
+        parameters = parameters_of(owner) if isinstance(owner, Optimizer) else owner.parameters()
+        for optimizer in self._holders_of(parameters):  # also one that steps the same parameters in another phase
             self._drop(optimizer)
 
     def _note_dropped_by_hand(self, leaves: Sequence[Tensor]) -> None:

@@ -32,7 +32,7 @@ class NotByHand(Exception):
 def half_by_hand(name: str) -> Iterator[None]:
     """Let the loops in the block compute in half precision."""
     scaler = torch.amp.GradScaler("cpu", enabled=name == "fp16")
-    optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+    made: list[weakref.ref[Any]] = []
     unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
     stepped: weakref.WeakSet[Any] = weakref.WeakSet()
     add_group, backward, call = Optimizer.add_param_group, torch.autograd.backward, nn.Module.__call__
@@ -40,8 +40,8 @@ def half_by_hand(name: str) -> Iterator[None]:
 
     def given(optimizer: Any, group: Any) -> None:
         add_group(optimizer, group)
-        if optimizer not in optimizers:
-            optimizers.add(optimizer)
+        if "step" not in vars(optimizer):
+            made.append(weakref.ref(optimizer))
             optimizer.step = MethodType(step, optimizer)
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +54,20 @@ def half_by_hand(name: str) -> Iterator[None]:
             optimizer.step = held
             stepped.add(optimizer)
 
+    def parameters_of(optimizer: Any) -> list[Tensor]:
+        return [each for group in optimizer.param_groups for each in group["params"]]
+
     def has_gradients(optimizer: Any) -> bool:
-        return any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
+        return any(each.grad is not None for each in parameters_of(optimizer))
+
+    def in_use() -> list[Any]:
+        """The optimizers, without those whose parameters a later one was given: they may live on, and do not step."""
+        found: list[Any] = []
+        for optimizer in filter(None, (ref() for ref in reversed(made))):
+            of_later = {id(each) for later in found for each in parameters_of(later)}
+            if of_later.isdisjoint(map(id, parameters_of(optimizer))):
+                found.insert(0, optimizer)
+        return found
 
     def scaled(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
@@ -65,21 +77,21 @@ def half_by_hand(name: str) -> Iterator[None]:
             scaler.update()
             unscaled.clear()
             stepped.clear()
-        if any(has_gradients(each) and each in unscaled for each in optimizers):
+        if any(has_gradients(each) and each in unscaled for each in in_use()):
             raise NotByHand
         is_inside.backward = True
         try:
             found = backward(tuple(map(scaler.scale, roots)), *args, **kwargs)
         finally:
             is_inside.backward = False
-        for optimizer in optimizers:
+        for optimizer in in_use():
             if has_gradients(optimizer) and optimizer not in unscaled:
                 scaler.unscale_(optimizer)
                 unscaled.add(optimizer)
         return found
 
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
-        held = {id(each) for its in optimizers for group in its.param_groups for each in group["params"]}
+        held = {id(each) for its in filter(None, (ref() for ref in made)) for each in parameters_of(its)}
         if getattr(is_inside, "model", False) or not any(id(each) in held for each in module.parameters()):
             return call(module, *args, **kwargs)
         is_inside.model = True

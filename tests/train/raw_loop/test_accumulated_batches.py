@@ -670,6 +670,23 @@ def test_a_cycle_of_stored_batches_goes_on_in_windows() -> None:
     assert len(taken) == 3 + 5, "ten batches from the loader, then 22 more"
 
 
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
+def test_a_scheduler_of_a_cell_above_does_not_say_that_no_step_was_taken() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+
+    def loop() -> int:
+        for x, y in loader(18):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+        return schedule.last_epoch
+
+    assert by_flag(3, loop) == 3
+
+
 def test_a_step_takes_the_mean_and_calls_no_hook_of_the_optimizer_before() -> None:
     steps, taken, calls = Steps(), list[int](), count()
     steps.optimizer.register_step_pre_hook(lambda *_: taken.append(next(calls)))

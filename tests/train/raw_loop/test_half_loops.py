@@ -86,3 +86,12 @@ def test_a_loop_in_half_precision_ends_as_by_hand_or_is_refused(world_size: int,
         for mine, its in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(printed, numbers, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["an_optimizer_for_each_phase", "sparse_embedding"])
+def test_loops_that_follow_each_other_in_one_process_end_as_the_first(name: str) -> None:
+    """Also the reference: an optimizer that is not collected yet has the same parameters as the one that steps."""
+    loop = next(each for each in LOOPS if each.name == name)
+    (weights, _), *others = (in_half(loop, "fp16", by_hand) for by_hand in (True, False, True, False))
+    for found, _ in others:
+        torch.testing.assert_close(found, weights, rtol=0, atol=0)

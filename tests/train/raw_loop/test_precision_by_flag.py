@@ -424,6 +424,26 @@ def cast_forward(way: Plain, forward: Callable[..., Tensor]) -> Callable[..., Te
     return cast
 
 
+def test_an_optimizer_does_not_pay_for_a_phase_in_which_another_stepped_its_parameters() -> None:
+    def loop(way: Plain) -> Sequence[nn.Module]:
+        model = net()
+        first, second = (torch.optim.SGD(model.parameters(), rate) for rate in (0.05, 0.02))
+        for at, (x, y) in enumerate(batches(14)):
+            optimizer = second if 3 <= at < 8 else first  # a wild batch comes in each phase
+            optimizer.zero_grad()
+            with way.cast():
+                loss = F.cross_entropy(model(x), y)
+            way.back(loss)
+            way.step(optimizer)
+        return [model]
+
+    by_hand, change = ByHand("fp16"), LoopInFp16(growth_interval=INTERVAL)
+    expected = bits(loop(by_hand))
+    with changed_by(change):
+        assert are_equal(bits(loop(Plain())), expected)
+        assert change.scale == by_hand.factor()
+
+
 def test_a_closure_computes_in_bf16_as_by_hand_and_is_refused_in_fp16() -> None:
     def loop(way: Plain) -> Sequence[nn.Module]:
         model = net()
