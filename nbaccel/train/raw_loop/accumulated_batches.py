@@ -52,6 +52,8 @@ class _Window:
         reached: Parameters that backwards have reached since its last call, and that were not dropped.
         reached_at: Where the first of them did.
         spans: Others have, with another batch.
+        is_claimed: An optimizer was called since the last of them.
+        dropped_at: Where the loop has dropped gradients of the last round, and no optimizer was called with them.
         is_granted: A scaler was allowed to step, and decides by itself whether it does.
         is_scaled: A scaler steps it, so its gradients are multiplied by the scale.
         is_known: It was called.
@@ -76,7 +78,8 @@ class _Window:
     def leave_round(self) -> None:
         self.reached: set[Tensor] = set()
         self.reached_at: Place | None = None
-        self.spans = False
+        self.spans = self.is_claimed = False
+        self.dropped_at: Place | None = None
 
     def reach(self, parameters: Iterable[Tensor], place: Place | None) -> None:
         """Note a backward that has reached `parameters`."""
@@ -85,7 +88,28 @@ class _Window:
         elif place is not None and self.reached_at is not None:
             self.spans |= place.at != self.reached_at.at
         self.reached.update(parameters)
-        self.is_granted = False
+        self.is_granted = self.is_claimed = False
+
+    def claim(self) -> None:
+        """Note a call of any optimizer: what backwards have reached may be of its loss."""
+        self.is_claimed, self.dropped_at = True, None
+
+    def drop(self, parameters: Sequence[Tensor]) -> None:
+        """Note that gradients of `parameters` are dropped."""
+        if not (self.is_claimed or self.placed.isdisjoint(parameters)):
+            self.dropped_at = self.reached_at
+            if self.reached_at is None and not all(map(_is_finite, self.placed)):
+                self.close()  # no loader tells that the batch of a step which the loop leaves out is over
+        self.placed.difference_update(parameters)
+        self.reached.difference_update(parameters)
+
+    def is_left_out(self, place: Place | None) -> bool:
+        """Return whether the loop has left out the window's step itself, as where its gradients are infinite.
+
+        It has dropped them, and computes those of a later batch of the same pass.
+        """
+        before = self.dropped_at
+        return place is not None and before is not None and place.at[0] == before.at[0] and place.at != before.at
 
     @property
     def is_last(self) -> bool:
@@ -178,9 +202,9 @@ class AccumulatedBatches(LoopChange):
         """Do nothing, see `state`."""
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Return whether `optimizer` has batches that no step has used."""
+        """Return whether `optimizer` has gradients that no step has used, and that the loop does not see."""
         window = self._windows.get(optimizer)
-        return window is not None and window.is_open
+        return window is not None and (window.is_open or bool(window.reached))
 
     # -- what torch does
 
@@ -194,8 +218,7 @@ class AccumulatedBatches(LoopChange):
             for parameter in dropped:
                 self._pending.pop(parameter, None)
             for window in windows:
-                window.placed.difference_update(dropped)
-                window.reached.difference_update(dropped)
+                window.drop(dropped)
 
     def run_backward(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) < 4 or not self._is_in_loop():
@@ -222,6 +245,8 @@ class AccumulatedBatches(LoopChange):
             return real(outputs, *args, **kwargs)
         self._look_at_averages()
         for window in dict.fromkeys(held.values()):
+            if window.is_left_out(place):
+                window.close()
             self._open(window, place)
         for parameter, window in held.items():
             if parameter.grad is None:
@@ -267,6 +292,8 @@ class AccumulatedBatches(LoopChange):
             raise self._refused
         if self._optimizers is None or self._loop.is_partial() or not self._is_ours():
             return False
+        for each in self._windows.values():
+            each.claim()
         window = self._windows.pop(optimizer, None) or _Window()
         self._windows[optimizer] = window  # the one that has stepped last is the last one
         was_granted, window.is_granted = window.is_granted, False
@@ -490,6 +517,11 @@ class AccumulatedBatches(LoopChange):
 def _is_of_gradients(error: BaseException | None) -> TypeGuard[BaseException]:
     """Return whether a gradient that is None may have caused `error`."""
     return isinstance(error, TypeError | AttributeError) and "NoneType" in str(error)
+
+
+def _is_finite(parameter: Tensor) -> bool:
+    """Return whether a parameter's gradient is finite."""
+    return parameter.grad is None or bool(torch.isfinite(parameter.grad.to_dense()).all())
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:

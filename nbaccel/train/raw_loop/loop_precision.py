@@ -240,7 +240,8 @@ class LoopInFp16(LoopInBf16):
         self._dropped: list[Tensor] = []  # of gradients that the loop has dropped without a step
         self._now: _NewGradients | None = None
         self._before: dict[int, Tensor] = {}  # gradients that were there before the first part of a batch
-        self._is_scaled_by_loop = False  # by a GradScaler of its own
+        self._has_scaled = self._has_said_so = False  # a GradScaler of the loop, a loss whose backward is to come
+        self._theirs: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose gradients it has scaled
         self._in_a_row = self.skipped = 0
 
     def begin(self, optimizers: TrainedOptimizers) -> None:
@@ -286,9 +287,11 @@ class LoopInFp16(LoopInBf16):
 
     def _noticing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-            if scaler.is_enabled() and not self._is_scaled_by_loop:
-                self._is_scaled_by_loop = True
-                self._loop.say("-p fp16: a GradScaler of this cell scales losses by itself; nothing else in it does")
+            if scaler.is_enabled():
+                self._has_scaled = True
+                if not self._has_said_so:
+                    self._has_said_so = True
+                    self._loop.say("-p fp16: a GradScaler of this cell scales losses; what these train is left to it")
             return real(scaler, outputs)
 
         return scale
@@ -304,6 +307,8 @@ class LoopInFp16(LoopInBf16):
         accumulates = kwargs.get("accumulate_grad", False)
         leaves, of_python = leaves_of(outputs) if accumulates else ([], [])
         asked = [] if accumulates else [each for each in args[3] or () if isinstance(each, Parameter)]
+        if self._are_scaled_by_loop(leaves or asked):
+            return super().run_backward(real, outputs, *args, **kwargs)
         self._refuse_what_cannot_be(leaves or asked)
         self._note_dropped_by_hand(leaves)
         self._move_scale()
@@ -328,8 +333,16 @@ class LoopInFp16(LoopInBf16):
         return tuple(None if each is None else each * inverse.to(each.dtype) for each in found)
 
     def _scales(self, outputs: Any) -> bool:
-        is_ours = self._optimizers is not None and self._has_cast and not self._is_scaled_by_loop
-        return is_ours and threading.get_ident() == self._thread and _is_plain(outputs)
+        is_on = self._optimizers is not None and self._has_cast
+        return is_on and threading.get_ident() == self._thread and _is_plain(outputs)
+
+    def _are_scaled_by_loop(self, leaves: Sequence[Tensor]) -> bool:
+        """Return whether a scaler of the loop scales the losses of an optimizer that this backward reaches."""
+        if self._has_scaled:
+            self._has_scaled = False
+            self._theirs.update(self._holders_of(leaves))
+            return True
+        return bool(self._theirs) and any(each in self._theirs for each in self._holders_of(leaves))
 
     def _refuse_what_cannot_be(self, leaves: Sequence[Tensor]) -> None:
         """Refuse a loop that would train wrongly with scaled gradients.
@@ -362,7 +375,7 @@ class LoopInFp16(LoopInBf16):
     def _unscale(self, new: _NewGradients, is_graph_made: bool) -> None:
         """Divide the new gradients, note which optimizers got infinite ones, and add those of before."""
         optimizers, is_partial = self._optimizers, self._loop.is_partial()
-        together: dict[tuple[Any, ...], tuple[list[Tensor], list[Optimizer], bool]] = {}
+        together: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor], list[Optimizer], bool]] = {}
         for leaf, old in new.leaves.values():
             gradient = leaf.grad
             if gradient is None:
@@ -375,13 +388,15 @@ class LoopInFp16(LoopInBf16):
             if gradient.requires_grad:  # it has a graph, and stays in it
                 gradient = leaf.grad = gradient * _inverse(self._scale_on(gradient.device)).to(gradient.dtype)
                 flag = (~torch.isfinite(gradient.detach())).any().float()
-                self._note(holders, flag, is_alike)
+                self._note(holders, [leaf], flag, is_alike)
             else:
                 key = (*map(id, holders), is_alike, gradient.device, gradient.dtype)
                 values = gradient._values() if gradient.is_sparse else gradient
-                together.setdefault(key, ([], holders, is_alike))[0].append(values)
-        for values_of, holders, is_alike in together.values():
-            self._note(holders, self._divide(values_of), is_alike)
+                values_of, of_leaves, *_ = together.setdefault(key, ([], [], holders, is_alike))
+                values_of.append(values)
+                of_leaves.append(leaf)
+        for values_of, of_leaves, holders, is_alike in together.values():
+            self._note(holders, of_leaves, self._divide(values_of), is_alike)
         with torch.set_grad_enabled(is_graph_made):
             for leaf, old in new.leaves.values():
                 old = self._before.pop(id(leaf), old) if not is_partial else old
@@ -403,7 +418,7 @@ class LoopInFp16(LoopInBf16):
     # -- steps
 
     def step(self, optimizer: Optimizer, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._optimizers is None or self._is_scaled_by_loop:
+        if self._optimizers is None or optimizer in self._theirs:
             return real(*args, **kwargs)
         if kwargs.get("closure", args[0] if args else None) is not None:
             raise FlagConflict(f"-p fp16 cannot step with a closure ({type(optimizer).__name__}): use -p bf16.")
@@ -432,35 +447,42 @@ class LoopInFp16(LoopInBf16):
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 value = (~torch.isfinite(parameter.grad.to_dense())).any().float()
-                flags.append(_Flag(value, optimizers is None or optimizers.is_alike(parameter)))
+                flags.append(_Flag(value, optimizers is None or optimizers.is_alike(parameter), set()))
         return flags
 
     def note_dropped(self, owner: Optimizer | Module) -> None:
-        if not self._found:
-            return
-        parameters = parameters_of(owner) if isinstance(owner, Optimizer) else owner.parameters()
-        for optimizer in self._holders_of(parameters):  # also one that steps the same parameters in another phase
-            self._drop(optimizer)
+        if self._found:
+            self._drop(parameters_of(owner) if isinstance(owner, Optimizer) else owner.parameters())
 
     def _note_dropped_by_hand(self, leaves: Sequence[Tensor]) -> None:
         """Note gradients that were set to None: an infinite step that the loop itself has left out."""
         if self._found:
-            for optimizer in self._holders_of(leaves):
-                if optimizer in self._found and all(each.grad is None for each in parameters_of(optimizer)):
-                    self._drop(optimizer)
+            holders = [each for each in self._holders_of(leaves) if each in self._found]
+            self._drop(each for holder in holders for each in parameters_of(holder) if each.grad is None)
 
     def _holders_of(self, tensors: Iterable[Tensor]) -> list[Optimizer]:
         optimizers = self._optimizers
         found = [] if optimizers is None else [each for tensor in tensors for each in optimizers.holders(tensor)]
         return list({id(each): each for each in found}.values())
 
-    def _drop(self, optimizer: Optimizer) -> None:
-        if not self._holds(optimizer):
-            self._dropped += [flag.value for flag in self._found.pop(optimizer, ()) if flag.is_alike]
+    def _drop(self, parameters: Iterable[Tensor]) -> None:
+        """Forget flags of gradients that are gone, for each holder: another one may step them in another phase."""
+        gone = set(map(id, parameters))
+        dropped: dict[int, _Flag] = {}
+        for optimizer, flags in list(self._found.items()):
+            if not self._holds(optimizer):
+                for flag in flags:
+                    flag.leaves -= gone
+                dropped |= {id(flag): flag for flag in flags if not flag.leaves}
+                self._found[optimizer] = [flag for flag in flags if flag.leaves]
+                if not self._found[optimizer]:
+                    del self._found[optimizer]
+        self._dropped += [flag.value for flag in dropped.values() if flag.is_alike]
 
-    def _note(self, holders: Sequence[Optimizer], value: Tensor, is_alike: bool) -> None:
+    def _note(self, holders: Sequence[Optimizer], leaves: Iterable[Tensor], value: Tensor, is_alike: bool) -> None:
+        flag = _Flag(value, is_alike, set(map(id, leaves)))
         for optimizer in holders:
-            self._found.setdefault(optimizer, []).append(_Flag(value, is_alike))
+            self._found.setdefault(optimizer, []).append(flag)
 
     def _move_scale(self) -> None:
         """Move the scale as `GradScaler.update` does: once for all steps since the last backward."""
@@ -488,16 +510,18 @@ class _Kind:
 
 
 class _Flag:
-    """Infinite gradients of one optimizer from one backward.
+    """Infinite gradients of one optimizer, or of those that share its parameters, from one backward.
 
-    value: not 0 if there are some.  is_alike: all ranks have the same.
+    value: not 0 if there are some.  is_alike: all ranks have the same.  leaves: identities of those whose gradients are
+    there still.
     """
 
-    __slots__ = ("is_alike", "value")
+    __slots__ = ("is_alike", "leaves", "value")
 
-    def __init__(self, value: Tensor, is_alike: bool) -> None:
+    def __init__(self, value: Tensor, is_alike: bool, leaves: set[int]) -> None:
         self.value = value
         self.is_alike = is_alike
+        self.leaves = leaves
 
 
 class _NewGradients:

@@ -129,11 +129,12 @@ def accumulated_by_hand(steps: int) -> Iterator[None]:
         def scaler_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if not counts.call(optimizer):
                 return None
-            held = vars(optimizer).pop("step")
+            held = vars(optimizer).pop("step", None)  # none where a scaler's own caller has put it aside
             try:
                 return real_step(self, optimizer, *args, **kwargs)
             finally:
-                optimizer.step = held
+                if held is not None:
+                    optimizer.step = held
 
         patched.setattr(scaler, "step", scaler_step)
         _unless(patched, scaler, "unscale_", are_all_waiting)

@@ -30,9 +30,10 @@ class NotByHand(Exception):
 
 @contextmanager
 def half_by_hand(name: str) -> Iterator[None]:
-    """Let the loops in the block compute in half precision."""
+    """Let the loops in the block compute in half precision; within `accumulated_by_hand` also with its batches."""
     scaler = torch.amp.GradScaler("cpu", enabled=name == "fp16")
     made: list[weakref.ref[Any]] = []
+    steps: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
     unscaled: weakref.WeakSet[Any] = weakref.WeakSet()
     stepped: weakref.WeakSet[Any] = weakref.WeakSet()
     add_group, backward, call = Optimizer.add_param_group, torch.autograd.backward, nn.Module.__call__
@@ -40,13 +41,14 @@ def half_by_hand(name: str) -> Iterator[None]:
 
     def given(optimizer: Any, group: Any) -> None:
         add_group(optimizer, group)
-        if "step" not in vars(optimizer):
+        if optimizer not in steps:
             made.append(weakref.ref(optimizer))
+            steps[optimizer] = vars(optimizer).get("step") and optimizer.step.__func__  # one that counts batches
             optimizer.step = MethodType(step, optimizer)
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not scaler.is_enabled() or args or not has_gradients(optimizer):
-            return type(optimizer).step(optimizer, *args, **kwargs)
+            return (steps[optimizer] or type(optimizer).step)(optimizer, *args, **kwargs)
         held = vars(optimizer).pop("step")
         try:
             return scaler.step(optimizer, **kwargs)

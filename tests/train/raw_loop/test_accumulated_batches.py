@@ -252,9 +252,33 @@ def adversarial_examples(by: By) -> list[Tensor]:
     return ends(model)
 
 
+def steps_left_out(by: By, limit: float = 1e2, factor: float = 1e4, loads: bool = True) -> list[Tensor]:
+    """The loop takes no step with the gradients of its fourth batch, and so of none in that window."""
+    model, batches = net(), loader() if loads else [*loader(6 * 12)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for at, (x, y) in enumerate(batches):
+        length, is_first, is_last = window(by, at, len(batches))
+        if is_first:
+            optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y) * (factor if at == 3 else 1)
+        (loss / length).backward()
+        if is_last and nn.utils.clip_grad_norm_(model.parameters(), 0.5) < limit:
+            optimizer.step()
+    return ends(model)
+
+
+def infinite_steps_left_out(by: By) -> list[Tensor]:
+    return steps_left_out(by, limit=float("inf"), factor=float("inf"))
+
+
+def infinite_steps_left_out_without_a_loader(by: By) -> list[Tensor]:
+    """Batches of a list: nothing tells which of them a backward is of."""
+    return steps_left_out(by, limit=float("inf"), factor=float("inf"), loads=False)
+
+
 BY_HAND: list[Written] = [
     flat, clipped_with_a_schedule, gradients_dropped_first, gan, its_own_scaler, batch_norm_and_dropout,
-    a_branch_of_the_model_in_turns, checkpoints_inside, never_dropped,
+    a_branch_of_the_model_in_turns, checkpoints_inside, never_dropped, steps_left_out, infinite_steps_left_out,
 ]  # fmt: skip
 
 
@@ -290,7 +314,9 @@ def said_by_flag(steps: int, written: Callable[[], Any]) -> str:
 
 @BEFORE_ITS_FIRST_STEP
 @pytest.mark.parametrize("steps", [3, 4])
-@pytest.mark.parametrize("written", [*BY_HAND, without_a_loader, sparse_embedding])
+@pytest.mark.parametrize(
+    "written", [*BY_HAND, without_a_loader, sparse_embedding, infinite_steps_left_out_without_a_loader]
+)
 def test_a_loop_ends_bit_by_bit_as_one_that_accumulates_by_hand(written: Written, steps: int) -> None:
     torch.manual_seed(0)
     by_hand = written(steps)

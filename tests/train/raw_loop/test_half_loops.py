@@ -1,4 +1,4 @@
-"""The loops of `loops` under `-p` end bit by bit as with an autocast and a scaler by hand in as many ranks, or refused.
+"""The loops of `loops` under `-p`, and with `-a 3` beside it, end bit by bit as by hand in as many ranks, or refused.
 
 Here they begin in float32: an autocast leaves float64 as it is. `make full` has them in two and three ranks too.
 """
@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from nbaccel.base.settings import RunSettings
-from nbaccel.base.world import World
-from nbaccel.errors import FlagConflict, RanksFailed
-from nbaccel.testing import run_ranks
-from nbaccel.train.raw_loop.loop import RawLoopTraining
-from nbaccel.train.raw_loop.single_rank import SingleRankWatch
-from nbaccel.train.setup import loop_changes
+from train.raw_loop.by_hand import accumulated_by_hand
 from train.raw_loop.half_by_hand import half_by_hand
+from train.raw_loop.in_turn import SOME, End, in_groups, in_ranks, watched
 from train.raw_loop.loops import LOOPS, Loop, Values
+from train.raw_loop.test_accumulated_loops import MORE_BY_HAND, REFUSED as REFUSED_WITH_BATCHES, STEPS
 
 REFUSED = {
     ("fp16", "lbfgs_with_line_search"): "cannot step with a closure",
@@ -37,61 +35,91 @@ OTHERWISE_BY_HAND = {
     "second_order_inner_step", "gradients_by_torch_func_beside_it", "wgan_with_gradient_penalty",
     "grad_scaler_with_an_overflow", "sam", "accumulation", "accumulation_with_an_incomplete_window",
     "loss_printed_without_its_divisor", "grad_scaler", "grad_scaler_in_single_precision", "adversarial_examples",
-    "gan_with_r1", "window_of_batches_drawn_first",
+    "gan_with_r1", "window_of_batches_drawn_first", "steps_along_the_gradients_of_inputs",
 }  # fmt: skip
 """Loops that `half_by_hand` does not follow: several backwards for a step, gradients that no optimizer steps, a scaler
-or a compiled step of their own, an evaluation after the optimizer is gone. `test_precision_by_flag` has their kinds."""
+or a compiled step of their own, gradients of an input (by hand with the factor), an evaluation after the optimizer is
+gone. `test_precision_by_flag` has their kinds."""
 
 
-def in_half(loop: Loop, name: str, by_hand: bool) -> Values:
-    """What a loop ends with in this rank."""
-    settings, world = RunSettings(raw_precision=None if by_hand else name), World.from_env()
-    changes = loop_changes(settings)
-    watch = RawLoopTraining(world, settings, changes) if world.is_distributed else SingleRankWatch(changes)
+def in_half(loop: Loop, name: str, steps: int, by_hand: bool) -> Values:
+    """What a loop ends with in this rank.  steps: batches for each step."""
+    settings = RunSettings() if by_hand else RunSettings(raw_precision=name, gradient_accumulation_steps=steps)
     was = torch.get_default_dtype()
-    watch.begin(None)
-    try:
+    with watched(settings), ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, was)
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0)
         random.seed(0)
-        with half_by_hand(name) if by_hand else nullcontext():
-            found = loop.function()
-        watch.end()
-        return found
-    finally:
-        torch.set_default_dtype(was)
-        watch.stop()
+        if by_hand and steps > 1:
+            stack.enter_context(accumulated_by_hand(steps))
+        if by_hand:
+            stack.enter_context(half_by_hand(name))
+        return loop.function()
+
+
+def wrong_of(loop: Loop, name: str, steps: int, ranks: Sequence[Sequence[End]]) -> list[str]:
+    """What is not as it should be.  ranks: what a loop ended with in each, by the flag and by hand."""
+    refusals = [REFUSED.get((name, loop.name)), REFUSED_WITH_BATCHES.get(loop.name) if steps > 1 else None]
+    refusals += ["NotPrepared: "] if loop.may_refuse and len(ranks) > 1 else []
+    wrong = []
+    for rank, (found, *by_hand) in enumerate(ranks):
+        expected = by_hand[0] if by_hand else ""
+        if isinstance(found, str):
+            if not any(each and each in found for each in refusals):
+                wrong.append(f"{loop.name}, rank {rank}: {found}")
+        elif any(refusals[:2]):
+            wrong.append(f"{loop.name}, rank {rank}: not refused")
+        elif isinstance(expected, str):
+            wrong.append(f"{loop.name}, rank {rank}, by hand: {expected}")
+        else:
+            pairs = [*zip(found[0], expected[0], strict=True), *zip(found[1], expected[1], strict=True)]
+            far = [place for place, pair in enumerate(pairs) if not torch.equal(*map(_comparable, pair))]
+            wrong += [f"{loop.name}, rank {rank}: {len(far)} of {len(pairs)} differ"] if far else []
+    return wrong
+
+
+def _comparable(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).nan_to_num(nan=1e300)
 
 
 def _cases() -> Iterator[Any]:
-    for world_size, name, loop in itertools.product([1, 2, 3], ["bf16", "fp16"], LOOPS):
-        if (name, loop.name) in REFUSED or loop.name not in OTHERWISE_BY_HAND:
-            marks = [pytest.mark.full] if world_size > 1 else []
-            yield pytest.param(world_size, name, loop, marks=marks, id=f"{name}-{world_size}-{loop.name}")
+    for start, world_size, name, steps in itertools.product(
+        ["fork", "zygote"], [1, 2, 3], ["bf16", "fp16"], [1, STEPS]
+    ):
+        loops = [loop for loop in LOOPS if _is_comparable(loop, name, steps)]
+        if start == "zygote" or world_size > 2:
+            loops = [loop for loop in loops if loop.name in SOME]
+        for place, group in enumerate(in_groups(loops)):
+            is_always = (start, world_size, place) == ("fork", 1, 0) or (
+                (start, world_size) == ("fork", 2) and not place
+            )
+            marks = [] if is_always else [pytest.mark.full]
+            flags = f"{name}-{steps}" if steps > 1 else name
+            yield pytest.param(
+                start, world_size, name, steps, group, marks=marks, id=f"{start}-{world_size}-{flags}-{place}"
+            )
 
 
-@pytest.mark.sample(10)
-@pytest.mark.parametrize(("world_size", "name", "loop"), [*_cases()])
-def test_a_loop_in_half_precision_ends_as_by_hand_or_is_refused(world_size: int, name: str, loop: Loop) -> None:
-    refusal = REFUSED.get((name, loop.name))
-    try:
-        ranks = run_ranks(world_size, in_half, loop, name, False)
-    except (FlagConflict, RanksFailed) as error:
-        if (refusal and refusal in str(error)) or (loop.may_refuse and world_size > 1):
-            return
-        raise
-    assert refusal is None
-    by_hand = run_ranks(world_size, in_half, loop, name, True)
-    for (found, printed), (expected, numbers) in zip(ranks, by_hand, strict=True):
-        for mine, its in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, its, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(printed, numbers, rtol=0, atol=0, equal_nan=True)
+def _is_comparable(loop: Loop, name: str, steps: int) -> bool:
+    is_refused = (name, loop.name) in REFUSED or (steps > 1 and loop.name in REFUSED_WITH_BATCHES)
+    return is_refused or not (loop.name in OTHERWISE_BY_HAND or (steps > 1 and loop.name in MORE_BY_HAND))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the loop by hand
+@pytest.mark.parametrize(("start", "world_size", "name", "steps", "names"), [*_cases()])
+def test_loops_in_half_precision_end_as_by_hand_or_are_refused(
+    start: str, world_size: int, name: str, steps: int, names: list[str]
+) -> None:
+    runs = [partial(in_half, name=name, steps=steps, by_hand=by_hand) for by_hand in (False, True)]
+    ends = in_ranks(start, world_size, names, *runs)
+    assert not [wrong for loop in LOOPS if loop.name in ends for wrong in wrong_of(loop, name, steps, ends[loop.name])]
 
 
 @pytest.mark.parametrize("name", ["an_optimizer_for_each_phase", "sparse_embedding"])
 def test_loops_that_follow_each_other_in_one_process_end_as_the_first(name: str) -> None:
     """Also the reference: an optimizer that is not collected yet has the same parameters as the one that steps."""
     loop = next(each for each in LOOPS if each.name == name)
-    (weights, _), *others = (in_half(loop, "fp16", by_hand) for by_hand in (True, False, True, False))
+    (weights, _), *others = (in_half(loop, "fp16", 1, by_hand) for by_hand in (True, False, True, False))
     for found, _ in others:
         torch.testing.assert_close(found, weights, rtol=0, atol=0)

@@ -27,6 +27,7 @@ from nbaccel.testing import run_ranks
 from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.raw_loop.loop_precision import SKIPS_IN_A_ROW, LoopInBf16, LoopInFp16
 from nbaccel.train.raw_loop.single_rank import SingleRankWatch
+from train.raw_loop.in_turn import watched
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 INTERVAL = 4
@@ -444,6 +445,35 @@ def test_an_optimizer_does_not_pay_for_a_phase_in_which_another_stepped_its_para
         assert change.scale == by_hand.factor()
 
 
+def test_a_flag_stays_where_only_some_of_its_gradients_are_dropped() -> None:
+    """One optimizer drops those that it holds; those of another layer are infinite still, and clipped by value."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    before = bits([model])
+    with changed_by(made("fp16")):
+        of_all, of_last = (torch.optim.SGD(each.parameters(), 0.05) for each in (model, model[1]))
+        x, y = batches(1, is_wild=False)[0]
+        (F.cross_entropy(model(x), y) * 1e30).backward()
+        of_last.zero_grad()
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        F.cross_entropy(model[1](x), y).backward()
+        of_all.step()
+    assert are_equal(bits([model]), before)
+
+
+def test_an_infinite_batch_of_a_window_is_known_to_its_step() -> None:
+    """Two backwards per batch: the gradients of the first one wait when the second one comes."""
+    model = net()
+    before, steps = bits([model]), RunSettings(raw_precision="fp16", gradient_accumulation_steps=2)
+    with watched(steps):
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for at, (x, y) in enumerate(batches(2, is_wild=False)):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) * (1e30 if at == 0 else 1.0)).backward()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert are_equal(bits([model]), before)
+
+
 def test_a_closure_computes_in_bf16_as_by_hand_and_is_refused_in_fp16() -> None:
     def loop(way: Plain) -> Sequence[nn.Module]:
         model = net()
@@ -468,13 +498,27 @@ def test_a_closure_computes_in_bf16_as_by_hand_and_is_refused_in_fp16() -> None:
         loop(Plain())
 
 
+SCALED_BY_LOOP = "-p fp16: a GradScaler of this cell scales losses; what these train is left to it"
+
+
+def test_a_second_stage_is_scaled_after_a_first_one_with_a_scaler_of_its_own() -> None:
+    both = ByHand("fp16"), ByHand("fp16")
+    expected = [bits(flat(each)) for each in both]
+    own, change = ByHand("fp16"), LoopInFp16(growth_interval=INTERVAL)
+    with changed_by(change):
+        assert are_equal(bits(flat(own)), expected[0])
+        assert are_equal(bits(flat(Plain())), expected[1])
+        assert change.scale == both[1].factor()
+    assert lines == [SCALED_BY_LOOP]
+
+
 def test_what_a_loop_brings_of_the_same_type_is_left_alone() -> None:
     expected, by_hand = bits(flat(ByHand("fp16"))), ByHand("fp16")
     change = LoopInFp16(growth_interval=INTERVAL)
     with changed_by(change):
         assert are_equal(bits(flat(by_hand)), expected)
         assert change.skipped == 0, "the loop's own scaler leaves steps out"
-    assert lines == ["-p fp16: a GradScaler of this cell scales losses by itself; nothing else in it does"]
+    assert lines == [SCALED_BY_LOOP]
     expected, by_hand = bits(flat(ByHand("bf16"))), ByHand("bf16")
     with changed_by(made("bf16")):
         assert are_equal(bits(flat(by_hand)), expected)
