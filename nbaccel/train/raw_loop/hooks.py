@@ -447,12 +447,13 @@ class _WeaklyBound:
 
 
 class _GivenHook:
-    """Reports the tensors that optimizers are given, until it is removed."""
+    """Reports the tensors that optimizers are given, or copies of them have, until it is removed."""
 
     def __init__(self, on_given: Callable[[Optimizer, list[Tensor]], None]) -> None:
         self._lazy: list[weakref.ref[Tensor]] = []  # those that do not exist yet
         self._real: Any = Optimizer.add_param_group
-        real = self._real
+        self._real_state: Any = Optimizer.__setstate__
+        real, real_state = self._real, self._real_state
 
         @functools.wraps(real)
         def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
@@ -461,7 +462,15 @@ class _GivenHook:
             self._lazy += [weakref.ref(each) for each in given if torch.nn.parameter.is_lazy(each)]
             on_given(optimizer, given)
 
+        @functools.wraps(real_state)
+        def set_state(optimizer: Any, state: dict[str, Any]) -> None:
+            is_new = "param_groups" not in vars(optimizer)  # one that `copy.deepcopy` makes, or pickle
+            real_state(optimizer, state)
+            if is_new:
+                on_given(optimizer, list(parameters_of(optimizer)))
+
         Optimizer.add_param_group = add_param_group  # type: ignore[assignment, method-assign]
+        Optimizer.__setstate__ = set_state  # type: ignore[assignment, method-assign]
 
     def are_lazy(self) -> bool:
         """Return whether the first forward of a model makes parameters that an optimizer was given."""
@@ -470,6 +479,7 @@ class _GivenHook:
 
     def remove(self) -> None:
         Optimizer.add_param_group = self._real  # type: ignore[method-assign]
+        Optimizer.__setstate__ = self._real_state  # type: ignore[method-assign]
 
 
 def runs_in_trainer() -> bool:

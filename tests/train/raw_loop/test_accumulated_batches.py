@@ -7,6 +7,7 @@ plain loop. What cannot be accumulated is refused before its first step.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -276,9 +277,26 @@ def infinite_steps_left_out_without_a_loader(by: By) -> list[Tensor]:
     return steps_left_out(by, limit=float("inf"), factor=float("inf"), loads=False)
 
 
+def copies(by: By) -> list[Tensor]:
+    """A model and its optimizer are copied together, and trained on."""
+    model, found = net(), list[Tensor]()
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        for at, (x, y) in enumerate(loader()):
+            length, _, is_last = window(by, at)
+            (F.mse_loss(model(x), y) / length).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+        found += ends(model, optimizer)
+        model, optimizer = copy.deepcopy((model, optimizer))
+    return found
+
+
 BY_HAND: list[Written] = [
     flat, clipped_with_a_schedule, gradients_dropped_first, gan, its_own_scaler, batch_norm_and_dropout,
     a_branch_of_the_model_in_turns, checkpoints_inside, never_dropped, steps_left_out, infinite_steps_left_out,
+    copies,
 ]  # fmt: skip
 
 

@@ -120,6 +120,16 @@ def flat(way: Plain) -> Sequence[nn.Module]:
 
 
 @shape
+def copied_with_its_optimizer(way: Plain) -> Sequence[nn.Module]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    trained(way, model, optimizer)
+    model.eval()
+    copied, its_optimizer = copy.deepcopy((model, optimizer))
+    return [model, *trained(way, copied, its_optimizer)]
+
+
+@shape
 def fused(way: Plain) -> Sequence[nn.Module]:
     model = net()
     return trained(way, model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
