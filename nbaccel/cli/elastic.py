@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nbaccel.errors import LaunchRefused
+from nbaccel.launching.rank.script import FLAGS
+from nbaccel.options.flag_effects import GivenFlag, as_json
 
 __all__ = ["Elastic", "Nodes", "Program", "ScriptExit", "interface_to", "loopback_interface"]
 
@@ -129,6 +131,7 @@ class Elastic:
         threads: CPU threads of each.
         environ: Variables that are set in every rank (settings, devices); they override the caller's environment.
         torchrun: More words for torchrun, on how it watches and shows the ranks.
+        flags: What each rank watches: the flags whose effect depends on how the program trains.
     """
 
     program: Program
@@ -137,6 +140,7 @@ class Elastic:
     nodes: Nodes = Nodes()
     environ: Mapping[str, str] = field(default_factory=dict)
     torchrun: tuple[str, ...] = ()
+    flags: tuple[GivenFlag, ...] = ()
 
     def arguments(self) -> list[str]:
         """Return the words after `torchrun`."""
@@ -153,7 +157,9 @@ class Elastic:
         """Return the same words, with a Python program run by `worker.script`, which ends it cleanly."""
         if self.program.is_executable:
             return self.arguments()
-        return [*self._torchruns(), "--module", _RUNNER, *(["-m"] if self.program.is_module else []), *self._programs()]
+        flags = [FLAGS, as_json(self.flags)] if self.flags else []
+        kind = ["-m"] if self.program.is_module else []
+        return [*self._torchruns(), "--module", _RUNNER, *flags, *kind, *self._programs()]
 
     def changes(self) -> dict[str, str]:
         """Return the variables in which a rank's environment differs from the caller's.

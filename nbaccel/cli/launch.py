@@ -39,6 +39,7 @@ from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.plan import ScriptPlan
 from nbaccel.options.configuration import FILE_NAME, Configuration
+from nbaccel.options.flag_effects import given_flags
 from nbaccel.options.flags import flags_parser, some_flags
 from nbaccel.options.parsing import chosen, in_our_words, what_is_unknown
 from nbaccel.options.run_options import AUTO, RunOptions
@@ -175,10 +176,12 @@ class _Choices:
 
     Args:
         options: Those that a cell can make too; its `num_processes` are the ranks of this machine.
+        own: Those of them that the command itself makes.
         others: Everything else, by the destinations of the parser.
     """
 
     options: RunOptions
+    own: RunOptions
     nodes: Nodes
     others: argparse.Namespace
 
@@ -201,7 +204,7 @@ def _choices(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> _Cho
     weaker = [configuration.options, _options(file, share=nodes.count)]
     if asked.config_file is not None:
         weaker.reverse()
-    return _Choices(own.over(weaker[0]).over(weaker[1]), nodes, both)
+    return _Choices(own.over(weaker[0]).over(weaker[1]), own, nodes, both)
 
 
 def _of_file(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> argparse.Namespace:
@@ -335,6 +338,7 @@ def _elastic(choices: _Choices, program: Program) -> Elastic:
         choices.nodes,
         settings.environ() | devices.environ() | environ,
         torchruns(others),
+        given_flags(options, choices.own, settings.mixed_precision or "no"),
     )
 
 

@@ -9,9 +9,11 @@ A flag that gets an effect above another kind of loop changes one entry of the t
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from enum import Enum
 
 from nbaccel.base.events import LoopKind
 from nbaccel.base.quantities import said
@@ -23,11 +25,22 @@ __all__ = [
     "FlagEffect",
     "FlagsFound",
     "GivenFlag",
+    "ProgramKind",
+    "as_json",
     "as_table",
     "effect_of",
     "flags_found",
+    "flags_of_json",
     "given_flags",
 ]
+
+
+class ProgramKind(Enum):
+    """The kind of program that has a loop; it decides what can be done to one that prepares nothing."""
+
+    CELL = "cell"
+    FUNCTION = "function"
+    SCRIPT = "script"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,7 @@ _MODEL_CHECKPOINT = "Trainer(callbacks=[ModelCheckpoint(...)])"
 _ON_GPUS = "which needs GPUs"
 _SAVE = "only what nbaccel's Accelerator prepares is saved and restored by it"
 _IN_A_CELL = "in a cell; a function and a script have to prepare"
+_NOT_IN_A_SCRIPT = "a script has to prepare"
 
 
 def _works(text: str, instead: str = "") -> FlagEffect:
@@ -143,7 +157,7 @@ _EFFECTS: Mapping[str, Mapping[LoopKind, FlagEffect]] = {
             'Trainer(precision="bf16-mixed")',
             'Fabric(precision="bf16-mixed")',
         ),
-        LoopKind.UNMODIFIED: _works("its models compute in it, with loss scaling for fp16"),
+        LoopKind.UNMODIFIED: _works(f"its models compute in it, with loss scaling for fp16; {_NOT_IN_A_SCRIPT}"),
         LoopKind.TRAINER: _works(
             "the default of TrainingArguments that are made in the cell; bf16=True or fp16=True win",
             "TrainingArguments(bf16=True), made in this cell",
@@ -160,7 +174,7 @@ _EFFECTS: Mapping[str, Mapping[LoopKind, FlagEffect]] = {
         ),
         LoopKind.UNMODIFIED: _works(
             "K batches for each step of an optimizer, with the mean of their gradients; the last ones of an epoch are "
-            "divided by what they are"
+            f"divided by what they are; {_NOT_IN_A_SCRIPT}"
         ),
         LoopKind.PREPARED: _works(
             "K batches for each optimizer step, where `with accelerator.accumulate(model):` is around a batch",
@@ -269,25 +283,33 @@ _NEUTRAL: Mapping[str, Sequence[str]] = {
 }
 """Values that ask for what every loop does anyway."""
 
-
-_OF_CELLS: Mapping[str, FlagEffect] = {
+_NOT_SAVED = {
     name: _lacks(f"the loop prepares nothing, and {_SAVE}; a cell's loop would be saved", _PREPARE)
     for name in ("checkpoint_every", "checkpoint_dir", "keep_checkpoints", "resume")
 }
-"""Flags that have an effect above an unmodified loop in a cell alone, and what is said of them elsewhere."""
+_NOT_CHANGED = {
+    name: _lacks("a script's loop that prepares nothing runs as it is written; a cell's would be changed", _PREPARE)
+    for name in ("mixed_precision", "accumulate")
+}
+_LACKS_UNMODIFIED: Mapping[ProgramKind, Mapping[str, FlagEffect]] = {
+    ProgramKind.CELL: {},
+    ProgramKind.FUNCTION: _NOT_SAVED,
+    ProgramKind.SCRIPT: {**_NOT_SAVED, **_NOT_CHANGED},
+}
+"""Flags that have an effect above an unmodified loop elsewhere, and what is said of them here."""
 
 
-def effect_of(name: str, kind: LoopKind, saves_itself: bool = True) -> FlagEffect:
+def effect_of(name: str, kind: LoopKind, program: ProgramKind = ProgramKind.CELL) -> FlagEffect:
     """Return the effect of a flag of `FLAGS` above one kind of loop.
 
     Args:
-        saves_itself: It is the loop of a cell, which is saved if it prepares nothing.
+        program: Where the loop is written.
 
     >>> str(effect_of("resume", LoopKind.TRAINER)).partition(". Instead: ")[2]
     'trainer.train(resume_from_checkpoint=True)'
     """
-    if kind is LoopKind.UNMODIFIED and name in _OF_CELLS and not saves_itself:
-        return _OF_CELLS[name]
+    if kind is LoopKind.UNMODIFIED and name in _LACKS_UNMODIFIED[program]:
+        return _LACKS_UNMODIFIED[program][name]
     return _EFFECTS[name].get(kind, _NOTHING)
 
 
@@ -316,11 +338,21 @@ def given_flags(
     return tuple(given)
 
 
+def as_json(flags: Sequence[GivenFlag]) -> str:
+    """Return flags as a word of a command, which `flags_of_json` reads."""
+    return json.dumps([astuple(flag) for flag in flags])
+
+
+def flags_of_json(text: str) -> tuple[GivenFlag, ...]:
+    """Return the flags that `as_json` has written."""
+    return tuple(GivenFlag(*values) for values in json.loads(text))
+
+
 def flags_found(
     given: Sequence[GivenFlag],
     kind: LoopKind,
     in_force: Mapping[str, str] | None = None,
-    saves_itself: bool = True,
+    program: ProgramKind = ProgramKind.CELL,
 ) -> FlagsFound:
     """Return what is to be said of flags once the kind of loop is known.
 
@@ -329,11 +361,11 @@ def flags_found(
         kind: How the program trains.
         in_force: What a library has made of some of them, as text, by their names: another value than the chosen one
             has won over it.
-        saves_itself: See `effect_of`.
+        program: See `effect_of`.
     """
     lacking: list[tuple[GivenFlag, FlagEffect]] = []
     for flag in given:
-        effect, has = effect_of(flag.name, kind, saves_itself), (in_force or {}).get(flag.name)
+        effect, has = effect_of(flag.name, kind, program), (in_force or {}).get(flag.name)
         if has is not None and has != flag.value:
             effect = _lacks(f"its own value wins, {has}", effect.instead)
         if not (effect.works or has == flag.value or _needs_no_word(flag, kind)):

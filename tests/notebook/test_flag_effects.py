@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from nbaccel.base.events import LoopKind
-from nbaccel.options.flag_effects import FLAGS, GivenFlag, as_table, effect_of, flags_found, given_flags
+from nbaccel.options.flag_effects import (
+    FLAGS,
+    GivenFlag,
+    ProgramKind,
+    as_json,
+    as_table,
+    effect_of,
+    flags_found,
+    flags_of_json,
+    given_flags,
+)
 from nbaccel.options.flags import flags_parser
 from nbaccel.options.run_options import RunOptions
 
@@ -85,12 +95,25 @@ def test_what_is_said_names_the_flag_the_loop_and_the_way_out_and_refuses_what_w
 def test_flags_with_one_reason_share_a_sentence() -> None:
     flags = [GivenFlag("checkpoint_every", "--checkpoint-every 10min", is_own=False), GivenFlag("resume", "--resume"),
              GivenFlag("checkpoint_dir", "--checkpoint-dir saves")]  # fmt: skip
-    found = flags_found(flags, LoopKind.UNMODIFIED, saves_itself=False)
+    found = flags_found(flags, LoopKind.UNMODIFIED, program=ProgramKind.FUNCTION)
     assert found.refusal.startswith("--resume has no effect above an unmodified loop: the loop prepares nothing, and ")
     assert "a cell's loop would be saved. Instead: model, optimizer, loader = accelerator.prepare(" in found.refusal
     assert flags_found(flags, LoopKind.UNMODIFIED).refusal == ""
-    [line] = flags_found([*flags[:1], *flags[2:]], LoopKind.UNMODIFIED, saves_itself=False).lines
+    [line] = flags_found([*flags[:1], *flags[2:]], LoopKind.UNMODIFIED, program=ProgramKind.FUNCTION).lines
     assert line.startswith("--checkpoint-every 10min (of the settings) and --checkpoint-dir saves have no effect")
+
+
+def test_a_scripts_loop_that_prepares_nothing_is_run_as_it_is_written() -> None:
+    flags = given_flags(CHOSEN, CHOSEN)
+    found = flags_found(flags, LoopKind.UNMODIFIED, program=ProgramKind.SCRIPT)
+    assert found.refusal.startswith("--checkpoint-every 10min and --resume have no effect above an unmodified loop: ")
+    others = [flag for flag in flags if flag.name not in ("checkpoint_every", "resume")]
+    lines = flags_found(others, LoopKind.UNMODIFIED, program=ProgramKind.SCRIPT).lines
+    assert any(
+        line.startswith("-p bf16 and -a 4 have no effect above an unmodified loop: a script's") for line in lines
+    )
+    assert flags_found(others, LoopKind.PREPARED, program=ProgramKind.SCRIPT) == flags_found(others, LoopKind.PREPARED)
+    assert flags_of_json(as_json(flags)) == flags
 
 
 def test_values_that_every_loop_has_anyway_are_no_flags() -> None:

@@ -20,7 +20,7 @@ from nbaccel.errors import FlagWithoutEffect
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import Results, Task
-from nbaccel.options.flag_effects import GivenFlag, flags_found
+from nbaccel.options.flag_effects import GivenFlag, ProgramKind, flags_found
 
 __all__ = ["FlagWatch", "kind_of_call"]
 
@@ -64,7 +64,8 @@ class FlagWatch(RankPart):
         self._wrappers = wrappers
         self._is_dry = is_dry
         self._flags: Sequence[GivenFlag] = ()
-        self._speaks = self._saves_itself = False
+        self._speaks = False
+        self._program = ProgramKind.CELL
         self._said: list[str] = []
         self._refused: FlagWithoutEffect | None = None
         self._handle: Any = None
@@ -73,18 +74,18 @@ class FlagWatch(RankPart):
 
     def begin(self, running: RankTask) -> None:
         task = running.task
-        self.watch(task.flags, speaks=self._rank == task.result_rank, saves_itself=task.saves_itself)
+        self.watch(task.flags, self._rank == task.result_rank, _program_of(task))
 
-    def watch(self, flags: Sequence[GivenFlag], speaks: bool, saves_itself: bool = False) -> None:
+    def watch(self, flags: Sequence[GivenFlag], speaks: bool, program: ProgramKind) -> None:
         """Begin to watch.
 
         Args:
             flags: The task's; without any nothing is watched.
             speaks: This rank speaks for all.
-            saves_itself: See `Task`.
+            program: Where the loop is written.
         """
         self.leave()
-        self._flags, self._speaks, self._saves_itself = flags, speaks, saves_itself
+        self._flags, self._speaks, self._program = flags, speaks, program
         self._refused = self.kind = None
         self._said = []
         self.in_force = {}
@@ -116,7 +117,7 @@ class FlagWatch(RankPart):
     @contextmanager
     def watching(self, task: Task) -> Iterator[None]:
         """Watch the block as `task` in a single rank."""
-        self.watch(task.flags, speaks=True, saves_itself=task.saves_itself)
+        self.watch(task.flags, speaks=True, program=_program_of(task))
         try:
             yield
             self.end()
@@ -164,7 +165,7 @@ class FlagWatch(RankPart):
         self.kind, self.in_force = kind, in_force
         if self._is_dry:
             return
-        found = flags_found(self._flags, kind, in_force, self._saves_itself)
+        found = flags_found(self._flags, kind, in_force, self._program)
         if found.refusal:
             self._refused = FlagWithoutEffect(f"{found.refusal} Nothing was trained yet.")
             raise self._refused
@@ -176,6 +177,10 @@ class FlagWatch(RankPart):
             self._said.append(line)
             sys.stderr.write(f"nbaccel: {line}\n")
             sys.stderr.flush()
+
+
+def _program_of(task: Task) -> ProgramKind:
+    return ProgramKind.CELL if task.saves_itself else ProgramKind.FUNCTION
 
 
 def kind_of_call(frame: FrameType | None) -> LoopKind | None:

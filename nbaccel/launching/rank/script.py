@@ -15,6 +15,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import random
 import runpy
 import sys
 import time
@@ -24,11 +25,15 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from nbaccel.base.failures import Failure, classify
-from nbaccel.base.settings import FSDP, RunSettings
+from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.rank.lifetime import end_as_the_interpreter
 
-__all__ = ["main"]
+__all__ = ["FLAGS", "main"]
+
+FLAGS = "--nbaccel-flags"
+"""The word before the flags of the launch, as `flag_effects.as_json` writes them."""
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
 _CAUSE_FIRST_S = 3.0
@@ -40,9 +45,16 @@ find the lost peer.
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """Run the program in `words`, and end with its exit status."""
+    """Run the program in `words`, and end with its exit status.
+
+    Args:
+        words: The program with its arguments; before it, maybe, `FLAGS` and the flags of the launch.
+    """
     status = 0
-    _watch_whole_models()
+    if words[0] == FLAGS:
+        _watch_flags(words[1])
+        words = words[2:]
+    _seed()
     try:
         _run_module(*words[1:]) if words[0] == "-m" else _run_script(*words)
     except SystemExit as end:
@@ -57,20 +69,30 @@ def main(words: Sequence[str]) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-def _watch_whole_models() -> None:
-    """Have the program told if the launch is to shard models, and it trains a whole one in every rank."""
-    if RunSettings.from_env().strategy != FSDP:
-        return
+def _watch_flags(flags: str) -> None:
+    """Have the program told which flags of the launch have no effect above its loop."""
     from nbaccel.launching.rank.flag_watch import FlagWatch
     from nbaccel.launching.rank.separate_trainings import note_wrappers
-    from nbaccel.options.flag_effects import given_flags
-    from nbaccel.options.run_options import RunOptions
+    from nbaccel.options.flag_effects import ProgramKind, flags_of_json
 
     world, wrappers = World.from_env(), weakref.WeakSet[Any]()
-    options = RunOptions(strategy=FSDP)
     note_wrappers(wrappers)
-    if world.is_distributed:
-        FlagWatch(world.rank, wrappers).watch(given_flags(options, options), speaks=world.is_main_process)
+    FlagWatch(world.rank, wrappers).watch(flags_of_json(flags), world.is_main_process, ProgramKind.SCRIPT)
+
+
+def _seed() -> None:
+    """Seed the generators of this rank by the launch's seed and its number, of libraries once they are loaded."""
+    seed = RunSettings.from_env().seed
+    if seed is None:
+        return
+    seed += World.from_env().rank
+    random.seed(seed)
+    when_loaded(
+        {
+            "numpy.random": lambda module: module.seed(seed % 2**32),  # the largest that it takes
+            "torch": lambda module: module.manual_seed(seed),
+        }
+    )
 
 
 def _run_script(path: str, *arguments: str) -> None:

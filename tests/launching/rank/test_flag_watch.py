@@ -257,22 +257,48 @@ def test_without_such_flags_nothing_is_said() -> None:
     assert told_rank_0(ddp_of_its_own, None, "ddp") == []
 
 
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+print("seeded by", torch.initial_seed())
+dist.init_process_group("gloo")
+model = MODEL(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(2):
+    model(torch.ones(2, 8)).mean().backward()
+    optimizer.step()
+print("trained")
+dist.destroy_process_group()
+"""
+
+
+def launched(folder: Path, flags: str, model: str = "") -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT.replace("MODEL", model), encoding="utf-8")
+    command = [sys.executable, "-m", "nbaccel", "launch", "--cpu", *flags.split(), "train.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
 @pytest.mark.parametrize("wraps", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_script_is_told_as_well(tmp_path: Path, wraps: bool) -> None:
-    (tmp_path / "train.py").write_text(
-        "import torch, torch.distributed as dist\n"
-        "from torch.nn.parallel import DistributedDataParallel\n"
-        "dist.init_process_group('gloo')\n"
-        f"model = {'DistributedDataParallel' if wraps else ''}(torch.nn.Linear(8, 1))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "for _ in range(2):\n"
-        "    model(torch.ones(2, 8)).mean().backward()\n"
-        "    optimizer.step()\n"
-        "dist.destroy_process_group()\n",
-        encoding="utf-8",
-    )
-    command = [sys.executable, "-m", "nbaccel", "launch", "-n", "2", "--cpu", "--strategy", "fsdp", "train.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    ended = launched(tmp_path, "-n 2 --strategy fsdp -p bf16 -a 4 --seed 3", "DistributedDataParallel" if wraps else "")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("nbaccel: --strategy fsdp has no effect above ") == 1
-    assert ("out by itself. Instead: hand the bare model" if wraps else "the loop prepares nothing") in ended.stderr
+    if wraps:
+        assert ended.stderr.count("nbaccel: -p bf16, -a 4 and --strategy fsdp have no effect above ") == 1
+        assert "out by itself. Instead: hand the bare model to prepare" in ended.stderr
+    else:
+        assert ended.stderr.count("nbaccel: --strategy fsdp has no effect above an unmodified loop") == 1
+        assert ended.stderr.count("nbaccel: -p bf16 and -a 4 have no effect above an unmodified loop: a script's") == 1
+    assert sorted(line for line in ended.stdout.splitlines() if "seeded" in line) == ["seeded by 3", "seeded by 4"]
+
+
+def test_a_script_whose_work_would_be_lost_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "nbaccel.toml").write_text('mixed-precision = "bf16"\n', encoding="utf-8")
+    ended = launched(tmp_path, "-n 1 --checkpoint-every 10min")
+    assert ended.returncode == 1
+    refused = "FlagWithoutEffect: --checkpoint-every 10min has no effect above an unmodified loop: the loop prepares no"
+    assert refused in ended.stderr
+    assert "Nothing was trained yet." in ended.stderr
+    assert "trained" not in ended.stdout
+    ended = launched(tmp_path, "-n 1")
+    assert "nbaccel: -p bf16 (of the settings) has no effect above an unmodified loop: a script's" in ended.stderr
+    assert "trained" in ended.stdout
