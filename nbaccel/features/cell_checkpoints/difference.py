@@ -68,10 +68,12 @@ _OTHER = (
     "or read other data"
 )
 
-_GROWN = (
-    "of another size than at the head of the loop in the run that is continued. Either this session has trained "
-    "already, and the cells above, which make it, have to run again first; or they make another one now"
+_TRAINED = (
+    " than at the head of the loop in the run that is continued. Either this session has trained already, and the "
+    "cells above, which make it, have to run again first; or they make another one now"
 )
+_GROWN = f"of another size{_TRAINED}"
+_FILLED = f"with other entries{_TRAINED}"
 
 
 @frozen
@@ -164,6 +166,7 @@ class CellDifference:
             "sums": head.sums(without={*(text for text, _ in changes), *unreachable}),
             "written": {text_of(seen.place): digest for seen, _ in changed if (digest := _digest(seen)) is not None},
             "sizes": {text_of(seen.place): size for seen, _ in changed if (size := _size(seen)) is not None},
+            "had": {text_of(seen.place): had for seen, content in changed if (had := _had(seen, content)) is not None},
             "facts": _facts(head, bound),
             "settings": _settings(head),
             "loaders": _loaders(head),
@@ -358,6 +361,11 @@ class Restored:
                 except NotMade:
                     if made is not None:
                         raise
+            hads = dict(self._data["had"])
+            other = [text for text, each in contents.items() if _had(self._objects[text], each) != hads.get(text)]
+        if other:
+            raise CannotResume(f"{_listed(map(_shown_text, other))}: {_FILLED}")
+        with _AsCorrupt(self._path):
             parts = self._data["contents"] if made is not None else []
             late = [prepared((made or {})[text], content, decoder) for text, _, _, content in parts]
             fills = decoder.fills()
@@ -388,11 +396,29 @@ def _size(seen: Seen) -> Any:
     """Return the size that an object had at the head, if the loop may fill it; for parameters their shape."""
     if issubclass(type(seen.obj), nn.Parameter):
         return list(seen.obj.shape)
-    if issubclass(type(seen.obj), list | deque) and type(seen.mark) is list:
-        return len(seen.mark)
+    is_list = issubclass(type(seen.obj), list | deque) and type(seen.mark) is list
+    return len(seen.mark) if is_list else None
+
+
+def _had(seen: Seen, content: Any) -> list[bool] | None:
+    """Return of each key that a change writes whether a dictionary had it at the head; None of anything else.
+
+    Other entries may differ when a run goes on: those of a cache that cells above fill.
+    """
+    entries = _entries_of(seen, content)
+    if entries is None:
+        return None
+    mark = seen.mark[0] if type(seen.mark[0]) is tuple else seen.mark  # of a class of dictionaries
+    there = dict.fromkeys(mark[0])
+    return [key in there for key in entries.keys]
+
+
+def _entries_of(seen: Seen, content: Any) -> Entries | None:
     is_attributes = seen.place.steps[-1:] == (("attributes", None),)
-    is_dictionary = issubclass(type(seen.obj), dict) and type(seen.mark) is tuple
-    return len(seen.mark[0]) if is_dictionary and not is_attributes else None
+    if is_attributes or not issubclass(type(seen.obj), dict) or type(seen.mark) is not tuple:
+        return None
+    entries = content[0] if type(content) is tuple else content
+    return entries if type(entries) is Entries else None
 
 
 def _digest(seen: Seen) -> Any:

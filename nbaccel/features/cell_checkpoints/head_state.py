@@ -239,17 +239,9 @@ class HeadState:
         Raises:
             CannotSave: It cannot be known whether one has changed, or the change cannot be written.
         """
+        self.refuse_open_files()
         with no_collections():
             for obj, kind, mark in self._inventory.seen():
-                if (
-                    isinstance(obj, io.IOBase)
-                    and _begins_anew(obj)
-                    and (file := self._inventory.place(obj)) is not None
-                ):
-                    raise CannotSave(
-                        f"{shown(file)} is a file that is open for writing: a run that goes on would begin it anew. "
-                        "Open it in the loop, with mode 'a'"
-                    )
                 if kind is None or (kind is _LOADER_ITERATOR and any(obj is each for each in self.roots.values())):
                     continue
                 try:
@@ -258,6 +250,19 @@ class HeadState:
                     raise CannotSave(self._why_not(obj, error)) from error
                 if content is not None and (place := self._inventory.place(obj)) is not None:
                     yield Seen(obj, kind, mark, place), content
+
+    def refuse_open_files(self) -> None:
+        """Refuse files that were opened before the head: their statements run again, and would empty them.
+
+        Raises:
+            CannotSave: One is open for writing.
+        """
+        for obj, _, _ in self._inventory.seen():
+            if issubclass(type(obj), io.IOBase) and _begins_anew(obj) and (file := self._inventory.place(obj)):
+                raise CannotSave(
+                    f"{shown(file)} is a file that is open for writing: a run that goes on would begin it anew. Open "
+                    "it with mode 'a', which keeps what is in it"
+                )
 
     def doubts(self) -> list[str]:
         """Return sentences about objects near the notebook's names of which it cannot be known whether they changed."""

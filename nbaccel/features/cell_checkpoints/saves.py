@@ -304,13 +304,19 @@ class CellSaves:
                     "in which that was saved. Nothing was trained; leave --resume out to start anew."
                 )
             if self._schedule is not None:
-                self._refuse(f"{_NOT_HERE}.")
+                self._refuse(_NOT_HERE)
+        elif self._schedule is not None:
+            try:
+                self.head.refuse_open_files()
+            except CannotSave as error:
+                self._refuse(str(error))
 
     def _refuse(self, why: str) -> None:
         """Raise an error, or only print it if the flag is one of the notebook's settings."""
+        sentence = f"{self._flag}: {why.rstrip('.')}."
         if self._flag.is_own:
-            raise CannotSave(f"{self._flag}: {why}", str(self._timeline.folder))
-        self.say(f"{self._flag}: {why} Nothing is saved.")
+            raise CannotSave(sentence, str(self._timeline.folder))
+        self.say(f"{sentence} Nothing is saved.")
         self._schedule = None
 
     def _difference(self, boundary: Boundary, to_host: ToHost = on_host) -> CellDifference:

@@ -355,7 +355,7 @@ def test_a_file_that_is_open_for_writing_at_the_head_is_refused_at_the_first_sav
 
     assert str(refused.value) == (
         "log is a file that is open for writing: a run that goes on would begin it anew. "
-        "Open it in the loop, with mode 'a'"
+        "Open it with mode 'a', which keeps what is in it"
     )
 
 
@@ -465,6 +465,35 @@ def test_a_loader_of_another_batch_size_is_refused_before_anything_is_written(tm
         StoredDifference.read(tmp_path).apply(HeadState(notebook), None)
 
     assert notebook["history"] == []
+
+
+def test_entries_that_the_loop_does_not_write_may_be_others(tmp_path: Path) -> None:
+    """Such as those of a cache that cells above fill."""
+    saved(tmp_path, "cache = {'a': 1, 'b': 2}", "cache['c'] = 3\ncache['a'] += 4")
+
+    assert continued(tmp_path, "cache = {'a': 1, 'z': 0}")[0]["cache"] == {"a": 5, "z": 0, "c": 3}
+
+
+@pytest.mark.parametrize("kind", ["dict", "collections.OrderedDict", "collections.Counter", "Own"])
+@pytest.mark.parametrize("now", ["a=1, c=7", "b=2"])
+def test_entries_that_the_loop_writes_are_at_the_head_as_they_were(tmp_path: Path, kind: str, now: str) -> None:
+    """Otherwise this session has trained already, or the cells above make another dictionary."""
+    above = f"import collections\nclass Own(dict): pass\nhistory, table = [], {kind}"
+    saved(tmp_path, f"{above}(a=1)", "table['c'] = 3\ntable['a'] += 4\nhistory.append(1)")
+    notebook = executed(f"{above}({now})")
+
+    with pytest.raises(CannotResume, match=r"^table: with other entries than at the head of the loop .* has trained"):
+        StoredDifference.read(tmp_path).apply(HeadState(notebook), None)
+
+    assert notebook["history"] == []
+
+
+def test_an_optimizer_that_has_stepped_already_is_not_gone_on_with(tmp_path: Path) -> None:
+    saved(tmp_path, OPTIMIZED, STEPS)
+    notebook = executed(STEPS, executed(OPTIMIZED))
+
+    with pytest.raises(CannotResume, match=r"^optimizer.state: with other entries than at the head"):
+        StoredDifference.read(tmp_path).apply(HeadState(notebook), None)
 
 
 def test_sums_show_writes_that_torch_does_not_count(tmp_path: Path) -> None:

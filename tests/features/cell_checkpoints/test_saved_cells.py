@@ -426,6 +426,24 @@ def test_a_cell_that_trains_before_it_comes_to_its_loop_does_not_go_on(sessions:
     assert str(cell.error).startswith("saved/checkpoint_4 cannot be continued: the cell trains before it has come to")
 
 
+LOGS = "with open('log.csv', 'w') as log:\n" + "".join(
+    f"    {line}\n" for line in LOOP.replace("step += 1", "print(step, file=log, flush=True); step += 1").splitlines()
+)
+
+
+def test_a_log_that_a_resume_would_begin_anew_is_refused_before_the_first_step(sessions: Sessions) -> None:
+    sessions.begin()
+    cell = sessions.run(f"%%accelerate -n 1 {SAVES.format('saved')}\n{LOGS}")
+    assert isinstance(cell.error, CannotSave), cell.error
+    said = "--checkpoint-every 2steps: log is a file that is open for writing: a run that goes on would begin it anew. "
+    assert str(cell.error) == f"{said}Open it with mode 'a', which keeps what is in it."
+    assert Path("log.csv").read_text() == ""
+    appends = LOGS.replace("'w'", "'a'")
+    sessions.end(f"-n 1 {SAVES.format('saved')}", 4, appends)
+    sessions.do(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{appends}")
+    assert Path("log.csv").read_text().split() == [*map(str, range(12))]
+
+
 BY_HAND = """
 step = 0
 for epoch in range(2):
