@@ -15,12 +15,13 @@ import ast
 import builtins
 import difflib
 import inspect
+import itertools
 import linecache
 import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, Protocol, Self
 
@@ -59,9 +60,9 @@ from nbaccel.features.source.users_functions import (
     Codes,
     codes_of,
     functions_by_file,
+    functions_reached,
     is_rewritable,
     key_of,
-    objects_of_process,
     replace_codes,
     uses_name,
 )
@@ -155,7 +156,8 @@ class MarkedCell:
         self._source = source
         self.namespace = namespace
         self._watcher = watcher
-        self._files = functions_by_file(is_ours)
+        self._is_ours = is_ours
+        self._files = functions_by_file(is_ours, self._functions())
         self.program = UsersProgram({source.name: source.parsed()} | _trees(self._files, source.name))
         self.steps = 0
         self.draws = LoaderDraws(self._note_drawn)
@@ -176,6 +178,7 @@ class MarkedCell:
     def __enter__(self) -> Self:
         with ExitStack() as exits:
             self._place = (os.getpid(), threading.get_ident())
+            self._give_plain(itertools.chain(*self._files.values()))  # what an earlier cell's end has not reached
             setattr(builtins, LOOPS, self)
             exits.callback(self._leave)
             on_the_way = set() if self._way is None else {function.file for function, _ in self._way.entries}
@@ -195,22 +198,29 @@ class MarkedCell:
         return marked(self.program, name, [] if self._way is None else self._way.entries, _runs_plain)
 
     def _leave(self) -> None:
-        """Give every function its plain code, also those that the cell has made."""
+        """Give functions their plain code, also those that the cell has made.
+
+        One that is not reached runs its plain body from now on, see `_runs_plain`.
+        """
         self._place = (0, 0)
         self.open_loops.clear()
+        self._give_plain(itertools.chain(*self._files.values(), self._functions()))
+        delattr(builtins, LOOPS)
+
+    def _functions(self) -> list[types.FunctionType]:
+        return functions_reached(self._source.compile(), self.namespace, self._is_ours)
+
+    def _give_plain(self, functions: Iterable[types.FunctionType]) -> None:
         plain: dict[tuple[str, int], Codes] = {}
-        for function in objects_of_process():
-            if type(function) is not types.FunctionType or function.__code__.co_filename not in self.program.trees:
-                continue
+        for function in functions:
             code = function.__code__
-            if uses_name(code, LOOPS):
+            if code.co_filename in self.program.trees and uses_name(code, LOOPS):
                 key = code.co_filename, code.co_flags & FUTURE
                 if key not in plain:
                     plain[key] = self._plain_codes(*key)
                 twin = plain[key].get(key_of(code))
                 if twin is not None and twin.co_freevars == code.co_freevars:
                     function.__code__ = twin
-        delattr(builtins, LOOPS)
 
     def _plain_codes(self, file: str, flags: int) -> Codes:
         is_cell = file != self.cell and not os.path.isfile(file)

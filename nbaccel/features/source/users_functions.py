@@ -10,14 +10,20 @@ from __future__ import annotations
 import ast
 import copy
 import gc
+import itertools
 import linecache
 import os
+import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from nbaccel.base.code_text import parsed_lines
 from nbaccel.base.notices import is_users
+from nbaccel.namespace.names import READ_BY_TEXT
 
 __all__ = [
     "FUTURE",
@@ -28,6 +34,7 @@ __all__ = [
     "codes_of",
     "copied",
     "functions_by_file",
+    "functions_reached",
     "is_compiled",
     "is_generator",
     "is_rewritable",
@@ -170,14 +177,19 @@ def is_rewritable(filename: str) -> bool:
     return bool(linecache.getlines(filename))
 
 
-def functions_by_file(is_ours: Callable[[str], bool] = is_rewritable) -> dict[str, list[types.FunctionType]]:
-    """Return the functions of this process by their file or cell, of those files that `is_ours` accepts, cells first.
+def functions_by_file(
+    is_ours: Callable[[str], bool] = is_rewritable, functions: Iterable[types.FunctionType] | None = None
+) -> dict[str, list[types.FunctionType]]:
+    """Return functions by their file or cell, of those files that `is_ours` accepts, cells first.
 
     Some thousands of lines at most. Functions of modules that are imported later are not among them.
+
+    Args:
+        functions: By default all of this process.
     """
     files: dict[str, list[types.FunctionType]] = {}
     judged: dict[str, bool] = {}
-    for function in _functions():
+    for function in _functions() if functions is None else functions:
         name = function.__code__.co_filename
         if name not in judged:
             judged[name] = is_ours(name)
@@ -210,6 +222,77 @@ def objects_of_process() -> list[Any]:
 
 def _functions() -> list[types.FunctionType]:
     return [each for each in objects_of_process() if type(each) is types.FunctionType]
+
+
+_NO_WAY = (types.ModuleType, types.CodeType, types.FrameType, torch.Tensor)
+"""Types of objects that lead to no function, or to all: a module of a library, a frame."""
+
+_OF_THE_NOTEBOOK = ("IPython.", "ipykernel.", "traitlets.", "zmq.", "nbaccel.", "torch._C.", "logging.")
+"""Modules whose objects lead to all names of the notebook, or to those of the process."""
+
+_MOST_ELEMENTS = 10_000
+"""Elements of a container that are looked at."""
+
+
+def functions_reached(
+    parts: Iterable[types.CodeType], namespace: dict[str, Any], is_ours: Callable[[str], bool] = is_rewritable
+) -> list[types.FunctionType]:
+    """Return the functions that code may call: those to which the names in it lead, in `namespace`.
+
+    What it does not name is not looked at. To list all objects of the process takes seconds where a notebook has
+    millions, and a forked rank would get a copy of the memory of each.
+
+    Args:
+        parts: The code of a cell.
+        is_ours: Returns whether a file, or a cell, is of the notebook.
+    """
+    judged: dict[str, bool] = {}
+
+    def of_ours(file: Any) -> bool:
+        if file not in judged:
+            judged[file] = is_ours(str(file))
+        return judged[file]
+
+    names = {name for part in parts for name in _names_in(part)}
+    waiting = (
+        list(namespace.values()) if READ_BY_TEXT & names else [namespace[name] for name in names & namespace.keys()]
+    )
+    seen: dict[int, Any] = {id(namespace): namespace, id(sys.modules): sys.modules}
+    found = []
+    while waiting:
+        obj = waiting.pop()
+        kind = type(obj)
+        if id(obj) in seen or not (gc.is_tracked(obj) or issubclass(kind, dict | tuple)):
+            continue
+        seen[id(obj)] = obj
+        if kind is types.FunctionType:
+            found.append(obj)
+            waiting += [obj.__closure__, obj.__defaults__, obj.__kwdefaults__, obj.__dict__]
+            if of_ours(obj.__code__.co_filename):
+                waiting += [obj.__globals__[name] for name in _names_in(obj.__code__) if name in obj.__globals__]
+        elif kind is types.ModuleType and of_ours(getattr(obj, "__file__", None) or ""):
+            waiting += vars(obj).values()
+        elif issubclass(kind, type):
+            own = type.__dict__["__dict__"].__get__(obj)
+            home = sys.modules.get(own.get("__module__", ""))
+            if own.get("__module__") == "__main__" or of_ours(getattr(home, "__file__", None) or ""):
+                waiting += [*own.values(), *type.__dict__["__bases__"].__get__(obj)]
+        elif issubclass(kind, _NO_WAY) or f"{kind.__module__}.".startswith(_OF_THE_NOTEBOOK):
+            continue
+        elif kind in (list, tuple, set, frozenset, deque):
+            waiting += itertools.islice(obj, _MOST_ELEMENTS)
+        elif kind is dict:
+            waiting += itertools.islice(obj.values(), _MOST_ELEMENTS)
+        else:
+            waiting += gc.get_referents(obj)
+    return found
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
 
 
 def replace_codes(name: str, functions: Sequence[types.FunctionType], tree: ast.Module, builtin: str) -> list[Replaced]:

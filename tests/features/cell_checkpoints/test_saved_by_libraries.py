@@ -50,6 +50,7 @@ trainer.fit(model, loader)
 """
 FABRIC = """
 fabric = lightning.Fabric(accelerator="cpu")
+fabric.launch()
 inner = torch.nn.Linear(2, 1)
 net, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), 0.1))
 for x in fabric.setup_dataloaders(loader):
