@@ -312,7 +312,8 @@ class LoopInFp16(LoopInBf16):
         self._refuse_what_cannot_be(leaves or asked)
         self._note_dropped_by_hand(leaves)
         self._move_scale()
-        if runs_backwards_inside(of_python):
+        # A backward inside of this one may reach more, and so may the graph of another rank.
+        if self._loop.is_averaged() or runs_backwards_inside(of_python):
             leaves += [each for optimizer in self._optimizers or () for each in parameters_of(optimizer)]
         gradients, *others = args
         scale = self._scale_on(outputs[0].device)
