@@ -36,6 +36,9 @@ __all__ = ["AccumulatedBatches"]
 
 _STATE = "accumulation"
 
+_AHEAD = 1
+"""Batches that a loop may take before it trains the first one, as one does that fetches the next while it computes."""
+
 _ABANDONED_AFTER = 3
 """Passes with steps of other optimizers alone, at least one of them whole, after which a window is not waited for."""
 
@@ -106,10 +109,13 @@ class _Window:
     def is_left_out(self, place: Place | None) -> bool:
         """Return whether the loop has left out the window's step itself, as where its gradients are infinite.
 
-        It has dropped them, and computes those of a later batch of the same pass.
+        It has dropped them, and computes those of a later batch. A backward of another pass, which was dropped, is none
+        of this training.
         """
-        before = self.dropped_at
-        return place is not None and before is not None and place.at[0] == before.at[0] and place.at != before.at
+        before, last = self.dropped_at, self.called_at
+        if place is None or before is None or before.at == place.at:
+            return False
+        return before.at[0] == place.at[0] or (last is not None and before.at[0] == last.at[0])
 
     @property
     def is_last(self) -> bool:
@@ -151,6 +157,8 @@ class AccumulatedBatches(LoopChange):
         self._scaler_has_waited = self._scaler_has_stepped = False  # since its last update
         self._has_unheld = False
         self._unheld_at: Place | None = None  # backwards of other tensors
+        self._pass: int | None = None  # the pass that the last backward was of
+        self._ahead = 0  # batches of it that are taken, and not trained yet
         self._looks_at_averages = True
         self._averages: list[tuple[Tensor, int]] = []  # other weights, with their versions
         self._thread = threading.get_ident()
@@ -226,6 +234,7 @@ class AccumulatedBatches(LoopChange):
         if self._refused is not None:
             raise self._refused
         place = self._loop.place()
+        self._look_ahead(place)
         if not kwargs.get("accumulate_grad", False):  # torch.autograd.grad
             if not self._has_begun and not any(map(self._window_of, args[3])):
                 self._note_unheld([each for each in args[3] if isinstance(each, Parameter)], place)
@@ -321,6 +330,8 @@ class AccumulatedBatches(LoopChange):
         window.leave_round()
         if not was_reached:
             self._open(window, place)
+        if place is None:
+            self._ahead = 0
         window.called_at = place
         self._note_pass(window, place)
         pending = {each: self._pending.pop(each) for each in parameters_of(optimizer) if each in self._pending}
@@ -429,7 +440,16 @@ class AccumulatedBatches(LoopChange):
             return
         is_new = place is not None and (window.called_at is None or place.at != window.called_at.at)
         left = place.left if place is not None and is_new else None
-        window.length = self._count if left is None else min(self._count, left + 1)
+        following = None if left is None else left + self._ahead
+        if self._ahead and place is None:  # the pass has ended, and its last batch is trained now
+            following = 0
+        window.length = self._count if following is None else min(self._count, following + 1)
+
+    def _look_ahead(self, place: Place | None) -> None:
+        """Find out, at a backward, how many batches the loop has taken of a pass before it trains one of them."""
+        if place is not None and place.at[0] != self._pass:
+            self._pass, taken = place.at
+            self._ahead = _AHEAD if taken == 1 + _AHEAD else 0
 
     def _take(self, held: dict[Tensor, _Window], untouched: dict[Tensor, int], place: Place | None) -> None:
         """Take gradients out of ``p.grad``, or put there those of the rounds before.

@@ -80,7 +80,7 @@ def _ends(loop: Loop, runs: Sequence[Callable[[Loop], Values]]) -> Iterator[End]
         try:
             yield run(loop)
         except Exception as error:
-            yield f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+            yield f"{type(error).__module__}.{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
             return
         finally:
             gc.collect()

@@ -254,14 +254,14 @@ def adversarial_examples(by: By) -> list[Tensor]:
 
 
 def steps_left_out(by: By, limit: float = 1e2, factor: float = 1e4, loads: bool = True) -> list[Tensor]:
-    """The loop takes no step with the gradients of its fourth batch, and so of none in that window."""
+    """The loop takes no step with the gradients of some batches, and so of none in their windows."""
     model, batches = net(), loader() if loads else [*loader(6 * 12)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for at, (x, y) in enumerate(batches):
+    for at, (x, y) in (pair for _ in range(2) for pair in enumerate(batches)):
         length, is_first, is_last = window(by, at, len(batches))
         if is_first:
             optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y) * (factor if at == 3 else 1)
+        loss = F.mse_loss(model(x), y) * (factor if at in (3, len(batches) - 1) else 1)
         (loss / length).backward()
         if is_last and nn.utils.clip_grad_norm_(model.parameters(), 0.5) < limit:
             optimizer.step()
@@ -275,6 +275,32 @@ def infinite_steps_left_out(by: By) -> list[Tensor]:
 def infinite_steps_left_out_without_a_loader(by: By) -> list[Tensor]:
     """Batches of a list: nothing tells which of them a backward is of."""
     return steps_left_out(by, limit=float("inf"), factor=float("inf"), loads=False)
+
+
+def fetched_ahead(by: By) -> list[Tensor]:
+    """The next batch is there before the present one is trained. Its windows are 3, 3, 3, 1 and 4, 4, 2 even so."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        rest = iter(loader())
+        following = next(rest)
+        for at in range(BATCHES):
+            (x, y), following = following, next(rest, None)
+            length, is_first, is_last = window(by, at)
+            if is_first:
+                optimizer.zero_grad()
+            (F.mse_loss(model(x), y) / length).backward()
+            if is_last:
+                optimizer.step()
+    x, y = points(6).tensors
+    for at in range(12):  # and no loader hands out what follows
+        length, is_first, is_last = window(by, at, 12)
+        if is_first:
+            optimizer.zero_grad()
+        (F.mse_loss(model(x), y) / length).backward()
+        if is_last:
+            optimizer.step()
+    return ends(model, optimizer)
 
 
 def copies(by: By) -> list[Tensor]:
@@ -296,7 +322,7 @@ def copies(by: By) -> list[Tensor]:
 BY_HAND: list[Written] = [
     flat, clipped_with_a_schedule, gradients_dropped_first, gan, its_own_scaler, batch_norm_and_dropout,
     a_branch_of_the_model_in_turns, checkpoints_inside, never_dropped, steps_left_out, infinite_steps_left_out,
-    copies,
+    copies, fetched_ahead,
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -11,15 +11,11 @@ import pytest
 import torch
 
 from nbaccel.base.settings import RunSettings
-from nbaccel.base.world import World
-from nbaccel.errors import FlagConflict, NotPrepared, RanksFailed
+from nbaccel.errors import FlagConflict, NotPrepared
 from nbaccel.launching import api
 from nbaccel.launching.launcher import Launcher
-from nbaccel.testing import run_ranks
-from nbaccel.train.raw_loop.loop import RawLoopTraining
-from nbaccel.train.raw_loop.single_rank import SingleRankWatch
-from nbaccel.train.setup import loop_changes
 from train.raw_loop.by_hand import accumulated_by_hand
+from train.raw_loop.in_turn import SOME, End, in_groups, in_ranks, watched
 from train.raw_loop.loops import LOOPS, Loop, Values
 from train.raw_loop.test_loops import REFUSAL, SETUP, differences, in_one_process
 
@@ -46,6 +42,9 @@ MORE_BY_HAND = {
 """They drop gradients between two backwards of a batch, or hide their steps in a compiled function, which `by_hand`
 does not follow: ranks end as one rank does."""
 
+LAUNCHED = ("momentum", "accumulation", "update_by_hand")
+"""One of each end: by launches as users have them, with the flag as a setting of theirs."""
+
 OF_PARTS = ("CannotCut", "Memory ran out", REFUSAL)
 
 SAYS_LEFT_ALONE = "-a 3 has no effect: no optimizer holds what this loop trains"
@@ -68,19 +67,11 @@ def expected(loop: Loop) -> Values:
 
 def by_flag(loop: Loop, **chosen: Any) -> Values:
     """What a loop ends with in this rank under `-a`."""
-    settings, world = RunSettings(gradient_accumulation_steps=STEPS, **chosen), World.from_env()
-    changes = loop_changes(settings)
-    watch = RawLoopTraining(world, settings, changes) if world.is_distributed else SingleRankWatch(changes)
-    watch.begin(None)
-    try:
-        found = loop.run()
-        watch.end()
-        return found
-    finally:
-        watch.stop()
+    with watched(RunSettings(gradient_accumulation_steps=STEPS, **chosen)):
+        return loop.run()
 
 
-def wrong_of(loop: Loop, ranks: list[Values], said: str) -> list[str]:
+def wrong_of(loop: Loop, ranks: list[Values], said: str = SAYS_LEFT_ALONE) -> list[str]:
     """What is not as it should be in what the ranks ended with.  said: what was printed."""
     is_alone = len(ranks) == 1
     weights, numbers = expected(loop) if loop.is_exact or is_alone else ranks[0]
@@ -105,23 +96,39 @@ def test_a_loop_under_the_flag_ends_as_by_hand_or_in_a_sentence(loop: Loop, capf
     assert not wrong_of(loop, [found], capfd.readouterr().out)
 
 
+def wrong_in_ranks(loop: Loop, ends: Sequence[End], split: int | None) -> list[str]:
+    """What is not as it should be in what the ranks ended with, or were refused by."""
+    refusals = [*(OF_PARTS if split else (REFUSAL,) if loop.may_refuse else ())]
+    refusals += [REFUSED[loop.name]] if loop.name in REFUSED else []
+    errors = [end for end in ends if isinstance(end, str)]
+    if errors:
+        return [f"{loop.name}: {error}" for error in errors if not any(each in error for each in refusals)]
+    if split:
+        return []
+    wrong = wrong_of(loop, [end for end in ends if not isinstance(end, str)])
+    return [f"{loop.name}: {each}" for each in [*wrong, *(["not refused"] if loop.name in REFUSED else [])]]
+
+
+def _groups() -> Iterator[Any]:
+    some = [loop for loop in LOOPS if loop.name in SOME]
+    for start, world_size, split, loops in (
+        ("fork", 2, None, LOOPS), ("fork", 2, 4, LOOPS), ("fork", 3, None, some),
+        ("zygote", 1, None, some), ("zygote", 2, None, some), ("zygote", 3, None, some),
+    ):  # fmt: skip
+        for place, names in enumerate(in_groups(loops)):
+            case = f"{start}-{world_size}-{split or 'whole'}-{place}"
+            yield pytest.param(start, world_size, split, names, id=case)
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.full
-@pytest.mark.parametrize("split", [None, 4])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
-def test_a_loop_in_two_ranks_ends_as_by_hand_or_in_a_sentence(
-    loop: Loop, split: int | None, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("start", "world_size", "split", "names"), [*_groups()])
+def test_loops_in_ranks_end_as_by_hand_or_in_a_sentence(
+    start: str, world_size: int, split: int | None, names: list[str]
 ) -> None:
-    try:
-        ranks = run_ranks(2, partial(by_flag, split=split), loop)
-    except RanksFailed as error:
-        text = str(error)
-        is_refused = loop.name in REFUSED and REFUSED[loop.name] in text
-        if is_refused or (loop.may_refuse and REFUSAL in text) or (split and any(each in text for each in OF_PARTS)):
-            return
-        raise
-    if not split:
-        assert not wrong_of(loop, ranks, capfd.readouterr().out)
+    ends = in_ranks(start, world_size, names, partial(by_flag, split=split))
+    loops = [loop for loop in LOOPS if loop.name in ends]
+    assert not [each for loop in loops for each in wrong_in_ranks(loop, [end for [end] in ends[loop.name]], split)]
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +143,8 @@ def launcher() -> Iterator[Launcher]:
 
 
 def _ways_to_launch() -> Iterator[Any]:
-    for start, world_size, loop in itertools.product(["zygote", "fork"], [1, 2, 3], LOOPS):
+    loops = [loop for loop in LOOPS if loop.name in LAUNCHED]
+    for start, world_size, loop in itertools.product(["zygote", "fork"], [1, 2, 3], loops):
         is_always = (start, world_size, loop.name) == ("zygote", 2, "momentum")
         marks = [] if is_always else [pytest.mark.full]
         yield pytest.param(start, world_size, loop, marks=marks, id=f"{start}-{world_size}-{loop.name}")
