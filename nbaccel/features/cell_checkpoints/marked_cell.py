@@ -67,6 +67,7 @@ from nbaccel.features.source.users_functions import (
     uses_name,
 )
 from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.train.step.raw_loop_hooks import batches_are_parts
 
 __all__ = ["Boundary", "GoingOn", "MarkedCell", "Roots", "RunWatcher"]
 
@@ -493,8 +494,12 @@ class Boundary:
             return str(error)
         return ""
 
-    def enclosing_refusal(self) -> str:
-        """Return why none of the enclosing loops could be saved between its rounds; empty if one can."""
+    def around(self) -> Boundary:
+        """Return the boundary of the innermost enclosing loop between whose rounds a run can be saved.
+
+        Raises:
+            NoPosition: There is none.
+        """
         refusal = ""
         for loop in reversed(self._loops()[:-1]):
             assert loop.frame is not None, "it is open"
@@ -502,9 +507,9 @@ class Boundary:
                 continue  # its head is being evaluated
             other = Boundary(self._cell, loop, loop.frame)
             if not (why := other.refusal()):
-                return ""
+                return other
             refusal = refusal or why
-        return self.refusal() or refusal
+        raise NoPosition(self.refusal() or refusal)
 
     def roots(self) -> Roots:
         """Return the values of all names now."""
@@ -563,6 +568,8 @@ class Boundary:
                 self._refuse_unmarked(each, paths[-1], loops)
             for loop in loops:
                 _refuse_unpassable(loop)
+            if batches_are_parts():
+                _refuse_part_in_hand(loops[:-1])
             self._found = standings, paths
         return self._found
 
@@ -627,6 +634,17 @@ def _record(loop: _OpenLoop, frame: int) -> dict[str, Any]:
         "head": loop.head,
         "drawn": [each.record() for each in loop.drawn],
     }
+
+
+def _refuse_part_in_hand(enclosing: Sequence[_OpenLoop]) -> None:
+    """Refuse a place within a round of a loop over a loader: rank 0 alone writes names, and each rank has its part.
+
+    Raises:
+        NoPosition: There is such a loop.
+    """
+    for loop in enclosing:
+        if loop.drawn:
+            raise NoPosition(f"each rank has a part of a batch of the loop in line {loop.site.line} in its hands")
 
 
 def _refuse_unpassable(loop: _OpenLoop) -> None:

@@ -35,6 +35,7 @@ from nbaccel.features.source.users_functions import (
     is_compiled,
     is_generator,
     keep_for_compilers,
+    must_stay_first,
     placed,
 )
 
@@ -360,9 +361,10 @@ class _Marking:
         plain, count = copied(node.body), self._count
         entries = self.goes_on.get(function, ())
         resumed = [_GoingOn(self, entry).body(copied(node.body)) for entry in entries]
+        first = int(must_stay_first(node.body[0], 0))  # a docstring
         body = self.block(node.body)
         for entry, other in zip(entries, resumed, strict=True):
-            body = [ast.If(_call("enters", ast.Constant(entry.number)), other, body)]
+            body[first:] = [ast.If(_call("enters", ast.Constant(entry.number)), other, body[first:])]
         node.body = body
         if entries or self._count > count:
             keep_for_compilers(node, plain, self.runs_plain)

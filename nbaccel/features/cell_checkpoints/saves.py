@@ -26,6 +26,7 @@ from nbaccel.features.cell_checkpoints import random_states
 from nbaccel.features.cell_checkpoints.checkpoint_folder import CellPosition, CellSave, conditions, is_of_cell
 from nbaccel.features.cell_checkpoints.continuation import Continuation
 from nbaccel.features.cell_checkpoints.difference import CellDifference
+from nbaccel.features.cell_checkpoints.frame_position import NoPosition
 from nbaccel.features.cell_checkpoints.head_state import HeadState
 from nbaccel.features.cell_checkpoints.loss_tap import LossTap
 from nbaccel.features.cell_checkpoints.marked_cell import Boundary, MarkedCell
@@ -262,10 +263,8 @@ class CellSaves:
         self._is_tried = True
         why = boundary.refusal()
         try:
-            if boundary.enclosing_refusal() and why:
-                raise CannotSave(why, str(self._timeline.folder))
-            self._difference(boundary)
-        except CannotSave as error:
+            self._difference(boundary.around() if why else boundary)
+        except (CannotSave, NoPosition) as error:
             self._refuse(str(error))
             return
         if why:
@@ -296,13 +295,13 @@ class CellSaves:
             return
         if kind_of_call(sys._getframe(1)) is not None:
             self._step_back()
+        elif self._continuation is not None and self._resumed_at < 0:
+            raise CannotResume(
+                f"{self._continuation.folder} cannot be continued: the cell trains before it has come to the loop "
+                "in which that was saved. Nothing was trained; leave --resume out to start anew."
+            )
         elif self.head is None:
             self._say_if_it_begins()
-            if self._continuation is not None:
-                raise CannotResume(
-                    f"{self._continuation.folder} cannot be continued: the cell trains before it has come to the loop "
-                    "in which that was saved. Nothing was trained; leave --resume out to start anew."
-                )
             if self._schedule is not None:
                 self._refuse(_NOT_HERE)
         elif self._schedule is not None:

@@ -202,6 +202,9 @@ class AccumulatedBatches(LoopChange):
         """Return whether an optimizer has batches that no step has used."""
         return any(window.is_waited_for for window in self._windows.values())
 
+    def batches_are_parts(self) -> bool:
+        return False
+
     def state(self) -> dict[str, Any]:
         """Return nothing: at a window's end there is no more than the program holds."""
         return {}

@@ -215,6 +215,9 @@ class RawLoopTraining:
         """Return whether other parts of the present batch follow."""
         return self._deferred.is_on
 
+    def batches_are_parts(self) -> bool:
+        return self.has_split
+
     def state(self) -> dict[str, Any]:
         passes, losses = self._passes.state(), self._averaging.losses.known()
         return {"steps": self._steps.done, "shared": pack({"passes": passes, "losses": losses}).structure}

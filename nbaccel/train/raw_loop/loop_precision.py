@@ -270,6 +270,9 @@ class LoopInFp16(LoopInBf16):
     def window_is_open(self) -> bool:
         return False
 
+    def batches_are_parts(self) -> bool:
+        return False
+
     def state(self) -> dict[str, Any]:
         """Return the factor, and how many steps went well since it was moved."""
         return {"scale": self.scale, "growth": int(self._growth.item())}

@@ -122,6 +122,9 @@ class SingleRankWatch:
     def window_is_open(self) -> bool:
         return False
 
+    def batches_are_parts(self) -> bool:
+        return False
+
     def state(self) -> dict[str, Any]:
         return {"steps": self._steps.done}
 

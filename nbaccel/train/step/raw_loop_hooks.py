@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 __all__ = [
     "LoopState",
+    "batches_are_parts",
     "begin_anew",
     "count_steps_by",
     "forget",
@@ -29,6 +30,9 @@ class LoopState(Protocol):
 
     def window_is_open(self) -> bool:
         """Return whether the loop is between two batches, or parts of one, of one optimizer step."""
+
+    def batches_are_parts(self) -> bool:
+        """Return whether each rank has had a part of a batch, so that values made of it differ between the ranks."""
 
     def state(self) -> dict[str, Any]:
         """Return the state with which the loop goes on, as JSON can hold it; its random streams are in it."""
@@ -74,6 +78,11 @@ def hold_loop_state(name: str, state: LoopState | None) -> None:
 def window_is_open() -> bool:
     """Return whether the loop must not be left here: gradients of the present optimizer step would be lost."""
     return any(state.window_is_open() for state in _states.values())
+
+
+def batches_are_parts() -> bool:
+    """Return whether a batch that the loop has in hand may be another one in each rank."""
+    return any(state.batches_are_parts() for state in _states.values())
 
 
 def loop_state() -> dict[str, Any]:

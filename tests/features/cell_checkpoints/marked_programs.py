@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nbaccel.errors import CannotSave
 from nbaccel.features.cell_checkpoints import random_states
 from nbaccel.features.cell_checkpoints.difference import CellDifference, Restored, StoredDifference
+from nbaccel.features.cell_checkpoints.frame_position import NoPosition
 from nbaccel.features.cell_checkpoints.head_state import HeadState
 from nbaccel.features.cell_checkpoints.loader_draws import remade
 from nbaccel.features.cell_checkpoints.marked_cell import Boundary, GoingOn, MarkedCell, Roots
@@ -126,8 +127,10 @@ class Saver:
     def at_boundary(self, boundary: Boundary) -> None:
         if why := boundary.refusal():
             self.refusals.append(why)
-            if around := boundary.enclosing_refusal():
-                raise Refused(around)
+            try:
+                boundary.around()
+            except NoPosition as error:
+                raise Refused(str(error)) from error
             return
         assert self.head is not None
         try:
@@ -158,6 +161,7 @@ class Saved:
         self._states = by.states
         self._restored: Restored | None = None
         self._saver = saver or Saver()
+        self.has_arrived = False
         self.position = by.position
         self.unsaved = self._stored.unsaved
         self.made = self._stored.made
@@ -176,6 +180,7 @@ class Saved:
         self._restored.write_again(roots)
 
     def arrived(self) -> None:
+        self.has_arrived = True
         random_states.restore(self._states)
 
 

@@ -53,8 +53,9 @@ for epoch in range(3):
 """,
     ),
     "one train() function": (
-        """
+        '''
 def train(model, loader, epochs=3, lr=1e-2):
+    """Train."""
     opt = torch.optim.Adam(model.parameters(), lr)
     sched = torch.optim.lr_scheduler.StepLR(opt, 4, 0.5)
     log = []
@@ -63,7 +64,7 @@ def train(model, loader, epochs=3, lr=1e-2):
         for number, (x, y) in enumerate(loader):
             log.append((epoch, number, step(model, opt, x, y))); sched.step()
     return log
-""",
+''',
         "model = net()\nlog = train(model, loader)\n",
     ),
     "while with a step counter": (
@@ -126,7 +127,7 @@ for epoch in range(3):
 """,
     ),
     "Trainer().fit()": (
-        """
+        '''
 class Trainer:
     def __init__(self, model, lr):
         self.model, self.opt, self.n, self.log = model, torch.optim.Adam(model.parameters(), lr), 0, []
@@ -134,12 +135,13 @@ class Trainer:
         x, y = batch; self.n += 1
         return step(self.model, self.opt, x, y)
     def run_epoch(self, loader):
+        """Train for an epoch."""
         for batch in loader: self.log.append(self.train_step(batch))
     def fit(self, loader, epochs):
         for self.epoch in range(epochs):
             self.run_epoch(loader)
             with torch.no_grad(): self.val = sum(F.cross_entropy(self.model(x), y).item() for x, y in val_loader)
-""",
+''',
         "model = net(); trainer = Trainer(model, 1e-2)\ntrainer.fit(loader, 3)\n",
     ),
     "GAN": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from features.cell_checkpoints.marked_programs import ABOVE, Notebook, Watched
+from nbaccel.features.cell_checkpoints.frame_position import NoPosition
 from nbaccel.features.cell_checkpoints.marked_cell import Boundary
 
 RUN = """
@@ -23,13 +24,21 @@ ELSE = "to the training, and a run could not go on in it."
 SETUP = "model = net(); opt = torch.optim.Adam(model.parameters(), 1e-2)\n"
 
 
+def refusal_around(boundary: Boundary) -> str:
+    try:
+        boundary.around()
+    except NoPosition as error:
+        return str(error)
+    return ""
+
+
 def refusals(cell: str) -> tuple[str, str]:
     """Return the sentences at the first boundary of a cell: of the innermost loop, and of those around it."""
     found: list[tuple[str, str]] = []
 
     def note(boundary: Boundary) -> None:
         if not found:
-            found.append((boundary.refusal(), boundary.enclosing_refusal()))
+            found.append((boundary.refusal(), refusal_around(boundary)))
 
     Notebook(ABOVE, RUN).run_marked(cell, Watched(note))
     return found[0]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
+from nbaccel.features.cell_checkpoints import marked_cell
 from nbaccel.features.cell_checkpoints.difference import CellDifference
 from nbaccel.train.checkpoint.manifest import Manifest, read_sealed, write_sealed
 
@@ -126,6 +127,63 @@ def test_statistics_of_parts_of_a_batch_go_on_in_two_ranks(sessions: Sessions, s
     sessions.end(flags.format("saved"), 5)
     cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{LOOP}")
     assert "the first loss is" not in cell.stdout + cell.stderr
+    assert sessions.trained() == expected
+
+
+def test_a_loop_of_several_steps_for_a_batch_goes_on_before_a_batch_in_two_ranks(sessions: Sessions) -> None:
+    """Rank 0 writes names for all, and each rank has its own part of the batch in its hands."""
+    loop = LOOP.replace("        end_here(step)\n", "        for again in range(3):\n            end_here(step)\n", 1)
+    loop = re.sub(r"^        (loss =|opt|loss\.|step \+)", r"            \1", loop, flags=re.M)
+    flags = f"-n 2 --start fork {SAVES}"
+    expected = undisturbed(sessions, flags, loop)
+    sessions.end(flags.format("saved"), 17, loop)
+    cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
+    assert "continuing from saved/checkpoint_15: step 15\n" in cell.stdout
+    assert sessions.trained() == expected
+
+
+ROUNDS = """
+def epoch_of(batches):
+    global step
+    total = 0.0
+    for x, y in batches:
+        end_here(step)
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+        step += 1
+    return total
+
+def batches_of(loader):
+    yield from loader
+"""
+
+
+def test_a_run_that_trains_before_it_comes_to_its_place_is_refused(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cell is known in which it does; it would train from the beginning, and nobody would see that."""
+    sessions.above = ABOVE + ROUNDS
+    loop = "step = 0\nfor epoch in range(3):\n    total = epoch_of(loader)\n    history.append(total)"
+    flags = f"--start inline {SAVES}"
+    sessions.end(flags.format("saved"), 5, loop)
+    monkeypatch.setattr(marked_cell._Way, "come_to_head", lambda *_: None)
+    monkeypatch.setattr(marked_cell._Way, "rest", lambda self, top, iterable, is_last: iterable)
+    cell = sessions.run(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
+    assert str(cell.error).startswith("saved/checkpoint_4 cannot be continued: the cell trains before it has come to")
+
+
+def test_a_function_that_loops_over_a_generator_goes_on_between_the_rounds_of_its_caller(sessions: Sessions) -> None:
+    """What the function holds, such as the generator itself, is not there between the rounds, and refuses nothing."""
+    sessions.above = ABOVE + ROUNDS
+    loop = "step = 0\nfor epoch in range(3):\n    total = epoch_of(batches_of(loader))\n    history.append(total)"
+    flags = f"--start inline {SAVES}"
+    expected = undisturbed(sessions, flags, loop)
+    sessions.end(flags.format("saved"), 9, loop)
+    cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
+    assert "continuing from saved/checkpoint_8: step 8\n" in cell.stdout
     assert sessions.trained() == expected
 
 

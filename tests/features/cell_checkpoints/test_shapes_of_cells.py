@@ -7,45 +7,18 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
+from features.cell_checkpoints import left_values
 from features.cell_checkpoints.marked_programs import ABOVE, Ended, Notebook, Refused, Saved, Saver, Watched, ended_at
 from features.cell_checkpoints.shapes_of_cells import EXACT, MADE_IN_THE_LOOP, OWN_ORDERS, REFUSED, SETUP, WITH_WORKERS
 from nbaccel.errors import CannotResume, CannotSave
 from nbaccel.features.cell_checkpoints.marked_loops import LOOPS
 from nbaccel.features.source.users_functions import uses_name
 
-PLAIN = (bool, int, float, str, type(None))
-
 
 def left(notebook: Notebook) -> dict[str, Any]:
-    """Return all that a run has left: values of names, and the random states."""
-    found: dict[str, Any] = {}
-
-    def look(place: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[place] = value.detach().tolist()
-        elif isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
-            look(place, {name: each for name, each in value.state_dict().items() if not callable(each)})
-        elif isinstance(value, dict):
-            for key, each in value.items():
-                look(f"{place}[{key!r}]", each)
-        elif isinstance(value, list | tuple):
-            found[place] = len(value)
-            for at, each in enumerate(value):
-                look(f"{place}[{at}]", each)
-        elif isinstance(value, PLAIN):
-            found[place] = value
-        elif type(value).__name__ in ("Trainer", "EMA"):
-            look(place, vars(value))
-
-    for name, value in notebook.namespace.items():
-        if not name.startswith("_") and name != "BEST":
-            look(name, value)
-    found["random"] = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-    return found
+    return left_values.left(notebook.namespace, without=frozenset({"BEST"}))
 
 
 def notebook_of(above: str, folder: Path) -> Notebook:
@@ -59,8 +32,9 @@ def goes_on(above: str, cell: str, step: int, folder: Path) -> None:
     saver = Saver()
     with ended_at(step), pytest.raises(Ended):
         notebook_of(above, folder).run_marked(cell, saver)
-    again = notebook_of(above, folder)
-    assert again.run_marked(cell, Watched(), Saved(saver, folder / "saved")).steps == steps
+    again, saved = notebook_of(above, folder), Saved(saver, folder / "saved")
+    assert again.run_marked(cell, Watched(), saved).steps == steps
+    assert saved.has_arrived  # a run from the beginning would leave the same
     expected, found = left(whole), left(again)
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if found[name] != value] == []
