@@ -247,6 +247,7 @@ class RealKernel:
         self._start = {"env": environment.environ(**{TAG: self._tag}, **environ), "cwd": str(folder)}
         self._manager.start_kernel(**self._start)
         try:
+            self._known[self.pid] = stat.born if (stat := _stat(self.pid)) is not None else ""
             self._connect()
         except BaseException:
             self.close()
