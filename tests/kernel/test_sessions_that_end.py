@@ -66,6 +66,45 @@ def test_an_interrupt_saves_before_the_cell_ends(kernel: RealKernel, start: str)
     assert kernel.value("len(rows)") == 100
 
 
+PREPARES_NOTHING = """
+import time, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+loader = torch.utils.data.DataLoader(torch.arange(300.).reshape(-1, 3), 2)
+pause = {pause}
+"""
+LOOP = """
+step = 0
+for x in loader:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    if step == 4: print("under way")
+    time.sleep(pause)
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_loop_that_prepares_nothing_says_what_it_saved(kernel: RealKernel, start: str) -> None:
+    kernel.do(PREPARES_NOTHING.format(pause=0.2))
+    flags = f"--checkpoint-every 1000steps --checkpoint-dir plain-{start} --out step"
+    running = kernel.begin(accelerate(LOOP, start, flags=flags))
+    running.until_text("under way")
+    kernel.interrupt()
+    cell = running.end()
+    cell.failed("KeyboardInterrupt")
+    (name,) = checkpoints(kernel, f"plain-{start}")
+    done = f"every rank had done {name.removeprefix('checkpoint_')} steps"
+    saved = f"{done}. Its training is saved in plain-{start}/{name}: --resume goes on from there."
+    assert cell.error is not None
+    assert cell.error.evalue.endswith(saved)
+    kernel.do(PREPARES_NOTHING.format(pause=0))
+    kernel.do(accelerate(LOOP, start, flags=f"--resume plain-{start} --out step"))
+    assert kernel.value("step") == 50
+
+
 def test_without_the_flag_nothing_is_written_to_the_working_directory(kernel: RealKernel, start: str) -> None:
     kernel.do(accelerate(QUICK, start))
     assert not (kernel.folder / "nbaccel_checkpoints").exists()
