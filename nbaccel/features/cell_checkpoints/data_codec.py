@@ -4,6 +4,9 @@ A value that JSON has is itself; any other is a list whose first element says wh
 the n-th record of the file describes it: as a place of the notebook, or as a new object of one of a few kinds, which
 are all that reading builds. No class is imported by a name in a file: classes of the notebook are places, too. What is
 read is checked before anything is written: an error changes nothing (`Decoder`).
+
+Both directions stand here: each kind of record has a line in either, and a kind that only one of them knows would be a
+file that nobody reads.
 """
 
 from __future__ import annotations

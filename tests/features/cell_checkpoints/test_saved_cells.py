@@ -16,6 +16,8 @@ import torch
 from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
 from nbaccel.features.cell_checkpoints import marked_cell
 from nbaccel.features.cell_checkpoints.difference import CellDifference
+from nbaccel.features.cell_checkpoints.head_state import HeadState
+from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.checkpoint.manifest import Manifest, read_sealed, write_sealed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -500,6 +502,34 @@ def test_a_log_that_a_resume_would_begin_anew_is_refused_before_the_first_step(s
     sessions.end(f"-n 1 {SAVES.format('saved')}", 4, appends)
     sessions.do(f"%%accelerate -n 1 {SAVES.format('saved')} --resume\n{appends}")
     assert Path("log.csv").read_text().split() == [*map(str, range(12))]
+
+
+def test_random_states_that_a_rank_did_not_save_are_said(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rng_files, "add", full)
+        flags = f"-n 2 --start fork {SAVES.format('saved')}"
+        sessions.begin()
+        Path("end").write_text("5")
+        ended = sessions.run(f"%%accelerate {flags}\n{LOOP}")
+        assert str(ended.error) == "the session ends"
+    left_out = "rank 1: cannot write the checkpoint saved/checkpoint_4: No space left on device."
+    assert left_out in ended.stdout
+    assert "The others are saved." in ended.stdout
+    sessions.begin()
+    cell = sessions.do(f"%%accelerate {flags} --resume\n{LOOP}")
+    assert "rank 1: the random states of this rank were not saved (saved/checkpoint_4/generators_1.json " in cell.stdout
+    assert "its random numbers are others\n" in cell.stdout
+
+
+def test_what_may_have_changed_unseen_is_said_once(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    doubt = "tree: a Tree keeps its state in C, which cannot be compared, and is not in the checkpoint"
+    monkeypatch.setattr(HeadState, "doubts", lambda head: [doubt])
+    sessions.begin()
+    cell = sessions.do(f"%%accelerate -n 2 --start fork {SAVES.format('saved')}\n{LOOP}")
+    assert cell.stdout.count(f"--checkpoint-every 2steps: {doubt}\n") == 1, cell.stdout
 
 
 BY_HAND = """
