@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from nbaccel.base.code_text import parsed_lines
 from nbaccel.base.notices import is_users
 from nbaccel.namespace.names import READ_BY_TEXT
@@ -224,7 +222,7 @@ def _functions() -> list[types.FunctionType]:
     return [each for each in objects_of_process() if type(each) is types.FunctionType]
 
 
-_NO_WAY = (types.ModuleType, types.CodeType, types.FrameType, torch.Tensor)
+_NO_WAY = (types.ModuleType, types.CodeType, types.FrameType)
 """Types of objects that lead to no function, or to all: a module of a library, a frame."""
 
 _OF_THE_NOTEBOOK = ("IPython.", "ipykernel.", "traitlets.", "zmq.", "nbaccel.", "torch._C.", "logging.")
