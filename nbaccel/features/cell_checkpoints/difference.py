@@ -585,7 +585,7 @@ def _held_settings(head: HeadState) -> Iterator[Seen]:
     for seen in head.objects().values():
         held: list[Any] = []
         if issubclass(type(seen.obj), torch.optim.Optimizer):
-            held = [*seen.obj.param_groups]
+            held = [each for each in vars(seen.obj).get("param_groups", ()) if type(each) is dict]
         elif issubclass(type(seen.obj), torch.optim.lr_scheduler.LRScheduler):
             held = [*_containers(vars(seen.obj))]
         yield from (there[id(each)] for each in held if id(each) in there)

@@ -71,9 +71,11 @@ class SavingCellTask(CellTask):
 
     def results(self, rank: int) -> Results:
         """Return what the cell leaves; nothing of a resume that was refused on the way."""
-        if self._is_refused:
+        if self._is_refused and self.home is None:
             return Results()
         found = super().results(rank)
+        if self._is_refused:  # ranks that stay know what they have
+            found = replace(found, values={}, changes=())
         return replace(found, facts={**found.facts, "was_over": self._was_over})
 
     def _executed(self) -> list[types.CodeType]:

@@ -565,6 +565,18 @@ def test_ranks_that_stay_save_and_go_on(sessions: Sessions) -> None:
     assert sessions.trained() == expected
 
 
+def test_ranks_that_stay_say_that_they_have_values_of_a_checkpoint_that_was_refused(sessions: Sessions) -> None:
+    sessions.above = ABOVE + UNSTABLE
+    flags = f"-n 1 {SAVES.format('saved')}"
+    sessions.end(flags, 5)
+    before = sessions._notebook.names["model"][0].weight.tolist()
+    cell = sessions.run(f"%%accelerate {flags} --keep -o model,step --resume\n{LOOP}")
+    assert isinstance(cell.error, CannotResume), cell.error
+    assert "have the values of the checkpoint by now" in "".join(getattr(cell.error, "__notes__", []))
+    assert sessions._notebook.names["model"][0].weight.tolist() == before
+    sessions.run("%accelerate stop")
+
+
 OUT_OF_MEMORY = """
 step = 0
 for epoch in range(3):
