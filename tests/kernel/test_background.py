@@ -156,6 +156,29 @@ def test_the_runs_error_comes_where_somebody_waits(kernel: RealKernel) -> None:
     assert kernel.value("kept") == 5
 
 
+OF_A_LIBRARY = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+library = {"__name__": "lightning.fabric.example", "torch": torch, "model": model, "optimizer": optimizer}
+exec("def train(): model(torch.ones(4, 2)).sum().backward(); optimizer.step()", library)
+library["train"]()
+steps = 1
+"""
+
+
+@pytest.mark.sample(1)
+def test_flags_without_an_effect_are_said_in_the_cell_and_refused_where_somebody_waits(kernel: RealKernel) -> None:
+    running = kernel.begin(accelerate(OF_A_LIBRARY, flags="--bg --out steps --strategy fsdp"))
+    running.end().succeeded()
+    running.until(lambda cell: "--strategy fsdp has no effect above Lightning's Fabric" in cell.stderr, after_end=True)
+    kernel.do("%accelerate wait")
+    running = kernel.begin(accelerate(OF_A_LIBRARY, flags="--bg --out steps --checkpoint-every 10min"))
+    running.end().succeeded()
+    refused = kernel.run("%accelerate wait").failed("FlagWithoutEffect").evalue
+    assert refused.startswith("--checkpoint-every 10min has no effect above Lightning's Fabric: ")
+
+
 def test_what_nobody_has_waited_for_is_not_lost_to_the_next_cell(kernel: RealKernel) -> None:
     kernel.do("factor = 7")
     running = begin(kernel, waits(), "waiting")

@@ -53,6 +53,12 @@ def there(notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return notebook
 
 
+def done(notebook: Any, cell: str) -> Any:
+    ended = notebook.run(cell)
+    assert ended.error is None, ended.error
+    return ended
+
+
 def is_untrained(notebook: Any) -> bool:
     return bool(notebook.names["model"].weight.equal(notebook.names["before"]))
 
@@ -141,3 +147,92 @@ def test_ranks_that_stay_say_it_in_each_cell_and_refuse_what_a_cell_asks_for(the
     assert isinstance(cell.error, FlagWithoutEffect)
     assert "no effect" not in there.run(f"%%accelerate\n{SETUP}{PREPARED}").stderr
     there.run("%accelerate stop")
+
+
+def test_flags_of_nbaccel_toml_are_said_and_refuse_nothing(there: Any) -> None:
+    Path("nbaccel.toml").write_text('checkpoint-every = "1steps"\nstrategy = "fsdp"\n', encoding="utf-8")
+    cell = done(there, f"%%accelerate\n{OF_A_LIBRARY}")
+    assert cell.stderr.count("--checkpoint-every 1steps (of the settings) has no effect above Lightning's Fabric") == 1
+    assert cell.stderr.count("--strategy fsdp (of the settings) has no effect above Lightning's Fabric") == 1
+    assert not is_untrained(there)
+
+
+ABOVE_OTHERS = """
+import warnings; warnings.simplefilter("ignore")
+import torch
+from torch.utils.data import DataLoader
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(8, 1)
+    def forward(self, x):
+        seeds.append(torch.initial_seed())
+        if memory_ends:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return {"loss": self.line(x).square().mean()}
+data = [{"x": torch.ones(8)}] * 32
+"""
+OTHERS = {
+    "ddp": """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.is_initialized() or dist.init_process_group("gloo")
+wrapped = DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+for batch in DataLoader(data, 8):
+    wrapped(batch["x"])["loss"].backward()
+    optimizer.step()
+""",
+    "accelerate": """
+from accelerate import Accelerator as Theirs
+theirs = Theirs(cpu=True)
+bare = Net()
+wrapped, optimizer, batches = theirs.prepare(bare, torch.optim.SGD(bare.parameters(), 0.1), DataLoader(data, 8))
+for batch in batches:
+    theirs.backward(wrapped(batch["x"])["loss"])
+    optimizer.step()
+""",
+    "transformers": """
+from transformers import Trainer, TrainingArguments
+arguments = TrainingArguments("out", max_steps=2, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True)
+Trainer(Net(), arguments, train_dataset=data).train()
+""",
+    "lightning": """
+import lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+    def training_step(self, batch, index):
+        return self.net(batch["x"])["loss"]
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, **quiet).fit(Module(), DataLoader(data, 8))
+""",
+    "fabric": """
+import lightning
+fabric = lightning.Fabric(accelerator="cpu", devices=2)
+fabric.launch()
+bare = Net()
+wrapped, optimizer = fabric.setup(bare, torch.optim.SGD(bare.parameters(), 0.1))
+for batch in fabric.setup_dataloaders(DataLoader(data, 8)):
+    fabric.backward(wrapped(batch["x"])["loss"])
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("name", ["ddp", *(pytest.param(name, marks=pytest.mark.full) for name in [*OTHERS][1:])])
+def test_oom_and_seed_do_above_other_trainers_what_the_table_says(there: Any, name: str) -> None:
+    if name != "ddp":
+        pytest.importorskip("lightning" if name == "fabric" else name)
+    done(there, ABOVE_OTHERS + "seeds, memory_ends = [], False")
+    said = done(there, f"%%accelerate -n 2 --seed 5\n{OTHERS[name]}\nprint('seeded by', seeds[0])").stdout
+    assert ("seeded by 42\n" if name == "transformers" else "seeded by 5\n") in said
+    done(there, "memory_ends = True")
+    cell = there.run(f"%%accelerate -n 2\n{OTHERS[name]}")
+    assert isinstance(cell.error, RuntimeError)
+    assert "started again" not in cell.stderr.replace("not started again", "")
+    assert "not started again: nothing of ours can be cut, since " in cell.stdout
+    assert "shares its model out itself" in cell.stdout or name not in ("ddp", "accelerate")

@@ -166,7 +166,7 @@ class BatchSplitter:
         self._are_cycled: dict[tuple[Any, ...], bool] = {}  # by key
         self._drawn: Any = None  # the iterator whose batch is being made
         self.batches = self.drawn = 0
-        self.has_split = self.is_shared_out = False
+        self.has_split = self.is_shared_out = self._has_wrapper = False
         self._is_on = True
         self._forget_handed()
 
@@ -201,6 +201,10 @@ class BatchSplitter:
         """Go on with what `state` has returned, maybe in another process; what is known already stays known."""
         self._streams.restore(state["streams"])
         self._known = state["passes"] | self._known
+
+    def note_wrapper(self) -> None:
+        """Note that the program shares a model out itself: a run whose batches would be cut fails again."""
+        self._has_wrapper, self._news = True, object()
 
     def count_from_here(self) -> None:
         """See `PassGauges`."""
@@ -575,6 +579,8 @@ class BatchSplitter:
         obstacle = ""
         if not (torch.is_grad_enabled() and self._is_training()):
             obstacle = "the loop does not train, and an evaluation is not cut (give its loader a smaller batch_size)"
+        elif self._has_wrapper:
+            obstacle = "the program, or a library in it, shares its model out itself, with batches of its own"
         elif self._mode == EACH:
             obstacle = "--batches each gives every rank whole batches"
         elif not this.may_split or this.key in self._whole:

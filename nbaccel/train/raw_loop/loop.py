@@ -192,7 +192,10 @@ class RawLoopTraining:
         Only its names tell that of a cell beforehand, and those of a library do not. Ranks that draw their samples
         would otherwise train on the same ones, and nothing would show it.
         """
-        if self._is_armed and self._draws_alike and not self._averaging.meetings:
+        if not self._is_armed:
+            return
+        self._passes.note_wrapper()
+        if self._draws_alike and not self._averaging.meetings:
             self._seeds.draw_apart(self._world.rank)
 
     @property
