@@ -158,6 +158,7 @@ class AccumulatedBatches(LoopChange):
         self._has_unheld = False
         self._unheld_at: Place | None = None  # backwards of other tensors
         self._pass: int | None = None  # the pass that the last backward was of
+        self._open_length = 0  # of the window of the optimizer that was called last, if that is open
         self._ahead = 0  # batches of it that are taken, and not trained yet
         self._looks_at_averages = True
         self._averages: list[tuple[Tensor, int]] = []  # other weights, with their versions
@@ -259,6 +260,7 @@ class AccumulatedBatches(LoopChange):
         for window in dict.fromkeys(held.values()):
             if window.is_left_out(place):
                 window.close()
+                self._open_length = 0
             self._open(window, place)
         for parameter, window in held.items():
             if parameter.grad is None:
@@ -341,6 +343,7 @@ class AccumulatedBatches(LoopChange):
         if window.is_last:
             self._place_sums(window, parameters_of(optimizer))
             window.close()
+            self._open_length = 0
             window.is_granted = by_scaler
             return False
         if not was_reached and any(each.grad is not None and each.requires_grad for each in parameters_of(optimizer)):
@@ -352,6 +355,7 @@ class AccumulatedBatches(LoopChange):
             before = window.sums.get(parameter)
             window.sums[parameter] = gradient if before is None else _sum(before, gradient)
         window.done += 1
+        self._open_length = window.length
         optimizer._opt_called = True  # type: ignore[attr-defined]  # no scheduler shall say that no step was taken
         self._say_once()
         self._see_averages()
@@ -415,12 +419,12 @@ class AccumulatedBatches(LoopChange):
     def _divisor(self, held: dict[Tensor, _Window], place: Place | None) -> int:
         """Return what the graph's root is divided by, as by hand; a leaf that needs another number is mended.
 
-        Ranks whose gradients are averaged need the same one, and may have other graphs. In one rank it is that of an
-        optimizer which is about to step: another one, which has stepped for this batch, is reached by the way, and
-        drops these gradients.
+        Ranks whose gradients are averaged need the same one, and may have other graphs, and optimizers of before that
+        live on: it is that of the optimizer which was called last. In one rank it is that of an optimizer which is
+        about to step: another one, which has stepped for this batch, is reached by the way, and drops these gradients.
         """
         if self._loop.is_averaged():
-            return self._count
+            return self._open_length or self._length_from(place)
         windows = list(dict.fromkeys(held.values()))
         about = [window for window in windows if window.is_open or window.called_at != place or place is None]
         return min(about or windows, key=lambda window: not window.is_open).length
@@ -442,11 +446,14 @@ class AccumulatedBatches(LoopChange):
         if window.is_open:
             return
         is_new = place is not None and (window.called_at is None or place.at != window.called_at.at)
-        left = place.left if place is not None and is_new else None
-        following = None if left is None else left + self._ahead
+        window.length = self._length_from(place) if is_new or place is None else self._count
+
+    def _length_from(self, place: Place | None) -> int:
+        """Return the length of a window that begins with the batch at `place`."""
+        following = None if place is None or place.left is None else place.left + self._ahead
         if self._ahead and place is None:  # the pass has ended, and its last batch is trained now
             following = 0
-        window.length = self._count if following is None else min(self._count, following + 1)
+        return self._count if following is None else min(self._count, following + 1)
 
     def _look_ahead(self, place: Place | None) -> None:
         """Find out, at a backward, how many batches the loop has taken of a pass before it trains one of them."""

@@ -148,7 +148,8 @@ class BatchSplitter:
         self._noise_before: int | None = None
         self._passed_over = self._untrained = ""  # loaders of which no part trained; in this pass, which was split
         self._looked_at = ""  # a loader of which a part was taken, and no more
-        self._reported: SharedPass | None = None  # the pass that the rank is in
+        self._now: SharedPass | None = None  # the pass that the last batch came from
+        self._reported: SharedPass | None = None  # the same, as soon as what can be cut of it was reported
         self._news = object()  # replaced as soon as what was reported may be out of date
         self._task = object()
         self._thread = threading.get_ident()
@@ -277,7 +278,7 @@ class BatchSplitter:
 
     def place(self) -> Place | None:
         """Return which batch was handed out last; None where no loader's pass goes on."""
-        return None if self._reported is None else self._reported.gauge.place()
+        return None if self._now is None else self._now.gauge.place()
 
     def note_no_loader(self) -> None:
         """Note a backward before any loader has handed out a batch."""
@@ -541,6 +542,7 @@ class BatchSplitter:
             labels.append(label)
             self._taken[this] = labels
             self._replay = self._handed = None
+        self._now = this
         self.batches += 1
         this.taken += 1
         this.gauge.taken += label.turn.is_first

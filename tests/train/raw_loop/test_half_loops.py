@@ -92,8 +92,7 @@ def _cases() -> Iterator[Any]:
     for start, world_size, name, both in itertools.product(
         ["fork", "zygote"], [1, 2, 3], ["bf16", "fp16"], [False, True]
     ):
-        # Several ranks divide all graphs alike, and mend short windows: that is as exact where the factors are 2 or 4.
-        steps = 1 if not both else STEPS if world_size == 1 else 2
+        steps = STEPS if both else 1
         loops = [loop for loop in LOOPS if _is_comparable(loop, name, steps)]
         if start == "zygote" or world_size > 2:
             loops = [loop for loop in loops if loop.name in SOME]
