@@ -109,7 +109,11 @@ def wrong_in_ranks(loop: Loop, ends: Sequence[End], split: int | None) -> list[s
     return [f"{loop.name}: {each}" for each in [*wrong, *(["not refused"] if loop.name in REFUSED else [])]]
 
 
+ALWAYS = ("time_as_long_as_a_batch", "gradients_clamped_by_hooks", "two_loaders_in_turns", "schedule_per_step")
+
+
 def _groups() -> Iterator[Any]:
+    yield pytest.param("fork", 2, None, ALWAYS, id="fork-2-some")
     some = [loop for loop in LOOPS if loop.name in SOME]
     for start, world_size, split, loops in (
         ("fork", 2, None, LOOPS), ("fork", 2, 4, LOOPS), ("fork", 3, None, some),
@@ -117,14 +121,15 @@ def _groups() -> Iterator[Any]:
     ):  # fmt: skip
         for place, names in enumerate(in_groups(loops)):
             case = f"{start}-{world_size}-{split or 'whole'}-{place}"
-            yield pytest.param(start, world_size, split, names, id=case)
+            yield pytest.param(start, world_size, split, names, marks=pytest.mark.full, id=case)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.full
+@pytest.mark.product
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("start", "world_size", "split", "names"), [*_groups()])
 def test_loops_in_ranks_end_as_by_hand_or_in_a_sentence(
-    start: str, world_size: int, split: int | None, names: list[str]
+    start: str, world_size: int, split: int | None, names: Sequence[str]
 ) -> None:
     ends = in_ranks(start, world_size, names, partial(by_flag, split=split))
     loops = [loop for loop in LOOPS if loop.name in ends]
