@@ -42,9 +42,9 @@ or a compiled step of their own, gradients of an input (by hand with the factor)
 gone. `test_precision_by_flag` has their kinds."""
 
 
-OTHERWISE_WITH_BATCHES = {*MORE_BY_HAND, "two_sums_that_are_divided_otherwise"}
-"""By hand the calls of one scaler for two optimizers, which step in turns, are placed otherwise; and in several ranks
-the numbers by which a graph is weighed are rounded otherwise."""
+OTHERWISE_WITH_BATCHES = {*MORE_BY_HAND, "two_sums_that_are_divided_otherwise", "small_batches_of_sums"}
+"""By hand the calls of one scaler for two optimizers, which step in turns, are placed otherwise. And a sum that is
+divided by the length of a short window, 2, is taken for a mean by a rank whose part has 2 samples; the flag is not."""
 
 
 def in_half(loop: Loop, name: str, steps: int, by_hand: bool) -> Values:
