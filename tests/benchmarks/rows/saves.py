@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from benchmarks.harness import Row, installed
+from benchmarks.kernels import new_kernel
 from benchmarks.party import Bout, Sample
 from benchmarks.targets import AtMost
 
@@ -33,6 +35,29 @@ _MEGABYTES = (60, 600)
 _LAYERS = 8
 _BLOCKED_MS = 100.0
 """What a save in the background may hold the training up for, 600 MB."""
+
+_BETWEEN_SAVES = 1.01
+"""What a cell with --checkpoint-every may take for a step of 20 ms that nothing is saved after."""
+
+_SETUP = """
+%load_ext nbaccel
+import time, torch
+from torch.utils.data import DataLoader
+model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(torch.randn(110, 20))
+"""
+
+_STEPS = """
+ends = []
+for x in loader:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.02)
+    ends.append(time.perf_counter())
+seconds = (ends[-1] - ends[9]) / 100
+"""
 
 _DISK = Path(__file__).parents[3] / "build"
 """On a disk: in memory, where temporary files may lie, fsync costs nothing."""
@@ -224,7 +249,27 @@ def _loading(make: Callable[[int], Store], megabytes: int) -> Bout:
 
 
 def rows() -> Sequence[Row]:
-    return [row for megabytes in _MEGABYTES for row in (_save(megabytes), _load(megabytes))]
+    return [*(row for megabytes in _MEGABYTES for row in (_save(megabytes), _load(megabytes))), _between()]
+
+
+def _between() -> Row:
+    """Steps of an unmodified loop, of which the first alone comes with what is read once."""
+    flags = {"raw": "", "--checkpoint-every 10h": " --checkpoint-every 10h"}
+    makes = {name: partial(_stepping, each) for name, each in flags.items()}
+    targets = {"--checkpoint-every 10h": _BETWEEN_SAVES}
+    return Row("a step of 20 ms between saves; raw: no flag", makes, unit="ms", turns=5, judged="wall", targets=targets)
+
+
+def _stepping(flags: str) -> Bout:
+    until_closed = ExitStack()
+    kernel = until_closed.enter_context(new_kernel())
+
+    def turn() -> Sample:
+        kernel.do(_SETUP)
+        kernel.do(f"%%accelerate --cpu -n 1{flags}\n{_STEPS}", timeout_s=120)
+        return Sample(float(kernel.value("seconds")), 0.0)  # the kernel's processor time is not ours to read
+
+    return Bout(turn, lambda: torch.zeros(1), until_closed.close)
 
 
 def _save(megabytes: int) -> Row:
