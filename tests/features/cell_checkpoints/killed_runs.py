@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -45,7 +46,9 @@ from features.cell_checkpoints.left_values import left as _left
 with open("left.json", "w") as _file: _json.dump(_left(globals(), without=_at_first), _file)
 """
 
-_SAID_BY_US = re.compile(r"^(nbaccel: |continuing from|nothing to resume in|--checkpoint-every |-[ap] ).*\n", re.M)
+_SAID_BY_US = re.compile(
+    r"^(nbaccel: |continuing from|nothing to resume in|the run was over|--checkpoint-every |-[ap] ).*\n", re.M
+)
 _BATCH = re.compile(r"(x2?|y2?|out|idx|batch|loss)\b")
 _OF_OTHERS = re.compile(r"^\[rank [1-9]\] .*\n", re.M)  # lines that one rank printed much later than another
 _OF_RANKS = re.compile(r"^\[(all|rank 0)\] ", re.M)
@@ -55,17 +58,19 @@ _OF_RANKS = re.compile(r"^\[(all|rank 0)\] ", re.M)
 class Left:
     """What a run has left.
 
-    values: By their places.  printed: Lines of the cell, without ours.  steps: How many the last run has taken.
+    values: By their places.  printed: Lines of the cell, without ours.  steps: How many the last run has taken, in as
+    many `ranks`.
     """
 
     values: dict[str, Any]
     printed: str
     steps: int
+    ranks: int
 
     def different(self, other: Left, is_same: Callable[[Any, Any], bool] = lambda a, b: a == b) -> list[str]:
         """Return the places whose values are others in `other`."""
         names = self.values.keys() | other.values.keys()
-        if not self.steps:  # a batch is whole after a run that has trained, and else the part of a rank
+        if not self.steps or self.ranks != other.ranks:  # the last batch may be whole, or the part of a rank
             names = {name for name in names if not _BATCH.match(name)}
         return sorted(
             f"{name}: {str(self.values.get(name))[:60]}, not {str(other.values.get(name))[:60]}"
@@ -102,7 +107,7 @@ class KilledRuns:
         kernel = self._new_kernel()
         self._spare = kernel, kernel.begin(self._above)
 
-    def _next(self, *, is_last: bool = False) -> RealKernel:
+    def _next(self) -> RealKernel:
         if self._spare is None:
             self._warm_up()
         assert self._spare is not None
@@ -129,6 +134,7 @@ class KilledRuns:
         Args:
             numbers: Of ranks, in turns.
         """
+        shutil.rmtree(self._folder / "saved", ignore_errors=True)  # of a run that has come to its end
         saving = self._random.choice(["2steps", "3steps", "0.05s"])
         start = self._random.choice(["fork", "fork", "fork", "zygote"])
         self.told.append(f"--checkpoint-every {saving} --start {start}")
@@ -147,9 +153,6 @@ class KilledRuns:
                 assert ("continuing from" in cell.stdout) == bool(saved), self.told
                 found = self._left(kernel, cell, n)
                 kernel.close()
-                if turn == kills:
-                    return found
-                self.told.append("had ended before it was killed")
                 return found
             kernel.close()
         raise AssertionError("unreachable")
@@ -207,7 +210,7 @@ class KilledRuns:
         kernel.do(_LAST.format(tests=str(TESTS)))
         printed = _OF_RANKS.sub("", _OF_OTHERS.sub("", cell.printed))
         values = json.loads((self._folder / "left.json").read_text())
-        return Left(values, _SAID_BY_US.sub("", printed), self._steps_taken(n))
+        return Left(values, _SAID_BY_US.sub("", printed), self._steps_taken(n), n)
 
     def _note(self, what: str, cell: Cell) -> None:
         self.told.append(f"{what}\n{cell.text}{cell.error.text if cell.error else ''}")
