@@ -77,6 +77,14 @@ class LoaderDraw:
     count: int = 0
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_COMPARED))
 
+    def begin(self) -> None:
+        """Note the state before the first batch, or go back to it. Called where torch draws: in several ranks with the
+        generators that all ranks have alike, which may not be those of the loop's body."""
+        if self.first is None:
+            if self.again is not None:
+                _restore(self.parts, self.again)
+            self.first = _states(self.parts)
+
     def note(self, what: Any) -> None:
         """Note the indices of a batch, or a batch that is made without."""
         self.count += 1
@@ -133,8 +141,8 @@ class LoaderDraws:
 
         @functools.wraps(real_next)
         def next_batch(iterator: Any) -> Any:
-            drawn = iterator.__dict__.get(DRAWN)
-            return real_next(iterator) if drawn is None or not self._minds() else self._take(iterator, drawn, real_next)
+            is_noted = DRAWN in iterator.__dict__ and self._minds()
+            return self._take(iterator, real_next) if is_noted else real_next(iterator)
 
         self._own = begin, next_batch
         loader_kind.__iter__, kind.__next__ = begin, next_batch
@@ -184,22 +192,17 @@ class LoaderDraws:
             drawn.count = loader_pass.batches_ahead(iterator)  # of worker processes, with its making
             iterator.__dict__[DRAWN] = drawn
             iterator._sampler_iter = _Noted(iterator._sampler_iter, drawn)
+            if iterator._dataset_kind != _DatasetKind.Map:
+                iterator.__dict__["_next_data"] = _noting(iterator._next_data, drawn)
             if record is not None:
                 self._repeated.append((record, drawn))
             self._on_made(drawn)
         return iterator
 
-    def _take(self, iterator: Any, drawn: LoaderDraw, real: Callable[[Any], Any]) -> Any:
-        if drawn.first is None:
-            if drawn.again is not None:
-                _restore(drawn.parts, drawn.again)
-            drawn.first = _states(drawn.parts)
+    def _take(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         if self._is_passing and _need_not_fetch(iterator):
             return _draw(iterator)
-        batch = self._whole(iterator, real) if self._is_passing else real(iterator)
-        if iterator._dataset_kind != _DatasetKind.Map:
-            drawn.note(batch)
-        return batch
+        return self._whole(iterator, real) if self._is_passing else real(iterator)
 
     def _whole(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         """Return the first part of the next batch, after the others were handed out too."""
@@ -220,10 +223,22 @@ class _Noted:
         return self
 
     def __next__(self) -> Any:
+        self._drawn.begin()
         index = next(self._indices)
         if index is not None:
             self._drawn.note(index)
         return index
+
+
+def _noting(next_data: Callable[[], Any], drawn: LoaderDraw) -> Callable[[], Any]:
+    """Return a function that notes each batch of a stream, which has no indices: the whole one, not a rank's part."""
+
+    def noted() -> Any:
+        batch = next_data()
+        drawn.note(batch)
+        return batch
+
+    return noted
 
 
 _Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState

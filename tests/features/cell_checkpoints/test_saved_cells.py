@@ -132,6 +132,43 @@ def test_statistics_of_parts_of_a_batch_go_on_in_two_ranks(sessions: Sessions, s
     assert sessions.trained() == expected
 
 
+TWO_LOADERS = LOOP.replace(
+    "for inputs, targets in loader:", "for (inputs, targets), (more, _) in zip(loader, other):"
+).replace("(inputs), targets", "(inputs) + 0.1 * model(more), targets")
+STREAM = """
+class Noise(torch.utils.data.IterableDataset):
+    generator = torch.Generator().manual_seed(7)
+    def __iter__(self):
+        for _ in range(32):
+            inputs = torch.randn(3, dtype=torch.double, generator=self.generator)
+            yield inputs, inputs.sum(0, keepdim=True)
+"""
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("start", ["fork", "zygote"])
+@pytest.mark.parametrize(
+    ("above", "loop"),
+    [
+        ("other = DataLoader(data, batch_size=8, shuffle=True)\n", TWO_LOADERS),
+        (f"{STREAM}loader = DataLoader(Noise(), batch_size=8)\n", LOOP),
+    ],
+    ids=["two loaders", "a stream"],
+)
+def test_what_loaders_draw_after_a_first_batch_was_split_is_drawn_again(
+    sessions: Sessions, above: str, loop: str, start: str
+) -> None:
+    """The second loader draws when ranks already have their own random numbers; a rank sees its part of a stream."""
+    sessions.above = ABOVE + above
+    flags = f"-n 2 --start {start} {SAVES}"
+    sessions.begin()
+    sessions.do(f"%%accelerate {flags.format('undisturbed')}\n{loop}")
+    expected = sessions.trained()
+    sessions.end(flags.format("saved"), 7, loop)
+    sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
+    assert sessions.trained() == expected
+
+
 def test_a_loop_of_several_steps_for_a_batch_goes_on_before_a_batch_in_two_ranks(sessions: Sessions) -> None:
     """Rank 0 writes names for all, and each rank has its own part of the batch in its hands."""
     loop = LOOP.replace("        end_here(step)\n", "        for again in range(3):\n            end_here(step)\n", 1)
