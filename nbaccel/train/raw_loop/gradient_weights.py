@@ -40,6 +40,10 @@ _FEW = 4
 """Samples of a part up to which their number may also be a constant of the program: `0.5 * x.sum()`."""
 
 
+_BY_CHANCE = 2
+"""Batches of another number of samples in which the count of a mask may be the same."""
+
+
 class References:
     """Divisors of each term when its batch was whole in all ranks, and its numbers of samples and elements.
 
@@ -56,7 +60,7 @@ class References:
         self._times_rows: set[Hashable] = set()  # means that are multiplied by the number of their samples
         self._guessed: dict[Hashable, tuple[float, float]] = {}  # additive by appearance, without a whole batch
         self._assumed: dict[Hashable, tuple[float, float, float]] = {}  # a number of the program, without any sign
-
+        self._stayed: dict[Hashable, int] = {}  # how often it was the same with another number of samples
         self._changes = 0  # of what was found before
 
     @property
@@ -66,12 +70,15 @@ class References:
         What is known of a term is added, and never taken away.
         """
         known = self._found, self._additive, self._of_program, self._alike, self._times_rows, self._guessed
-        return (*map(len, known), len(self._assumed), self._changes)
+        return (*map(len, known), len(self._assumed), self._changes, sum(self._stayed.values()))
 
     def note(self, term: Hashable, constant: float, rows: float, elements: float = 0) -> None:
         found = constant, rows, elements
-        self._changes += self._found.get(term, found) != found
+        known = self._found.get(term, found)
+        self._changes += known != found
         self._found[term] = found
+        if rows != known[1] and not differ([constant, known[0]]):
+            self._note_that_it_stayed(term, constant, elements)
 
     def cannot_tell(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
         """Return whether a sum may have been divided by the number of samples or by a constant of the program.
@@ -130,6 +137,8 @@ class References:
         elif math.isclose(here, known[0], rel_tol=_NEAR):
             # Equal to the whole batch's by chance, where samples of a part are longer: only a mean by hand is sure.
             is_it = known[2] == elements[0] == here and rows[0] != known[1]
+            if not is_it and rows[0] != known[1]:
+                self._note_that_it_stayed(term, here, elements[0])
         else:
             is_mean = bool(known[2] and elements[0]) and not differ([here * known[2], known[0] * elements[0]])
             is_it = is_mean or self.has_shrunk(term, here, rows[0])
@@ -138,6 +147,16 @@ class References:
         if is_it:
             self._additive.add(term)
         return is_it
+
+    def _note_that_it_stayed(self, term: Hashable, here: float, elements: float) -> None:
+        """Note that a divisor was the same with another number of samples: it is the program's, as of accumulation.
+
+        It may become another number later, as in a last short window. The count of a mask is the same by chance, and
+        never larger than the number of summed elements.
+        """
+        self._stayed[term] = self._stayed.get(term, 0) + 1
+        if 0 < elements < here or self._stayed[term] >= _BY_CHANCE:
+            self._of_program.add(term)
 
     def _is_count_by_chance(self, term: Hashable, here: float, known: tuple[float, float, float] | None) -> bool:
         """Return whether a divisor is the count of a mask although parts of different sizes have the same."""

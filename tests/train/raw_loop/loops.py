@@ -1225,6 +1225,33 @@ def small_batches_of_sums() -> Values:
     return ends(model), printed
 
 
+def windows_of_sums(indices: list[list[int]], length: int) -> Values:
+    """A sum is divided by the batches of its window, which are fewer in the last one, by hand."""
+    model = net()
+    optimizer = sgd(model, 0.02)
+    printed = []
+    for _ in range(2):
+        for number, (x, y) in enumerate(DataLoader(points(15), batch_sampler=indices)):
+            batches = min(length, len(indices) - number // length * length)
+            loss = F.mse_loss(model(x), y, reduction="sum") / batches
+            loss.backward()
+            printed.append(loss.item())
+            if (number + 1) % length == 0 or number + 1 == len(indices):
+                optimizer.step()
+                optimizer.zero_grad()
+    return ends(model), printed
+
+
+@loop()
+def a_divisor_larger_than_a_part_that_becomes_smaller() -> Values:
+    return windows_of_sums([[0, 1, 2, 3, 4, 5], [6], [7, 8], [9, 10, 11, 12, 13], [14]], 3)
+
+
+@loop()
+def a_divisor_as_large_as_the_first_batch_that_becomes_smaller() -> Values:
+    return windows_of_sums([[0, 1], [2, 3], [4, 5], [6, 7, 8, 9, 10, 11], [12]], 2)
+
+
 @loop()
 def no_automatic_batches() -> Values:
     model = net()
