@@ -218,7 +218,7 @@ def test_a_second_trainer_that_counts_from_0_again_adds_its_steps() -> None:
 
 def test_batches_that_a_resumed_run_passes_over_are_no_steps() -> None:
     count = StepCount()
-    count.take(Progress(4, first=4))  # at the head of the epoch that was under way
+    count.take(Progress(4, first=4, is_guess=True))  # at the head of the epoch that was under way
     count.resume()
     count.take(Progress(7, first=7))
     count.take(Progress(9, batch=5, first=7, is_training=True))
