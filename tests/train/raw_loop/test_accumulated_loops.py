@@ -26,6 +26,8 @@ REFUSED = {
     "accumulation": "takes several batches for one step by itself",
     "accumulation_with_an_incomplete_window": "takes several batches for one step by itself",
     "loss_printed_without_its_divisor": "takes several batches for one step by itself",
+    "a_divisor_larger_than_a_part_that_becomes_smaller": "takes several batches for one step by itself",
+    "a_divisor_as_large_as_the_first_batch_that_becomes_smaller": "takes several batches for one step by itself",
     "two_loaders_in_turns": "takes several steps for each batch",
     "a_rare_mask_with_a_least_count": "takes several steps for each batch",
     "latents_of_each_batch": "takes several steps for each batch",

@@ -35,6 +35,7 @@ OTHERWISE_BY_HAND = {
     "second_order_inner_step", "gradients_by_torch_func_beside_it", "wgan_with_gradient_penalty",
     "grad_scaler_with_an_overflow", "sam", "accumulation", "accumulation_with_an_incomplete_window",
     "loss_printed_without_its_divisor", "grad_scaler", "grad_scaler_in_single_precision", "adversarial_examples",
+    "a_divisor_larger_than_a_part_that_becomes_smaller", "a_divisor_as_large_as_the_first_batch_that_becomes_smaller",
     "gan_with_r1", "window_of_batches_drawn_first", "steps_along_the_gradients_of_inputs",
 }  # fmt: skip
 """Loops that `half_by_hand` does not follow: several backwards for a step, gradients that no optimizer steps, a scaler
@@ -42,9 +43,9 @@ or a compiled step of their own, gradients of an input (by hand with the factor)
 gone. `test_precision_by_flag` has their kinds."""
 
 
-OTHERWISE_WITH_BATCHES = {*MORE_BY_HAND, "two_sums_that_are_divided_otherwise", "small_batches_of_sums"}
+OTHERWISE_WITH_BATCHES = {*MORE_BY_HAND, "two_sums_that_are_divided_otherwise"}
 """By hand the calls of one scaler for two optimizers, which step in turns, are placed otherwise. And a sum that is
-divided by the length of a short window, 2, is taken for a mean by a rank whose part has 2 samples; the flag is not."""
+divided by a number of the program is divided once more by hand, and by the flag multiplied: other bits of bfloat16."""
 
 
 def in_half(loop: Loop, name: str, steps: int, by_hand: bool) -> Values:
