@@ -392,9 +392,15 @@ class CallsEnded(Event):
 
 @frozen
 class SaveDue(Event):
-    """Rank 0 announces that all ranks save before optimizer step `step`, which none of them has reached yet."""
+    """Rank 0 announces that all ranks save before optimizer step `step`, which none of them has reached yet.
+
+    Args:
+        choose: Called by a launcher that chooses a later step itself, since ranks on other machines could have passed
+            this one when they hear of it.
+    """
 
     step: int
+    choose: Callable[[], None] = lambda: None
 
 
 @frozen

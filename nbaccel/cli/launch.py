@@ -20,6 +20,7 @@ from IPython.core.error import UsageError
 
 from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import FSDP, RunSettings
+from nbaccel.base.world import SlurmStep
 from nbaccel.cli.accelerate_config import AccelerateConfig, default_path
 from nbaccel.cli.accelerate_flags import (
     MODES,
@@ -64,6 +65,8 @@ _DIFFERENT = {
 """Help of flags whose default differs from a cell's, by destination."""
 
 _WRONG_USE = 2
+_FIRST_PORT, _PORTS = 29500, 1000
+"""Ports of node 0 under Slurm: jobs that share a machine have different ones, by their numbers."""
 _HELP = "nbaccel launch --help lists every flag."
 
 
@@ -200,7 +203,7 @@ def _choices(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> _Cho
     configuration = Configuration()
     if idle := [key for key in chosen(configuration.parser, configuration.options) if key not in _OF_CELLS]:
         say(f"{FILE_NAME} sets {', '.join(idle)} too, which a script cannot follow.")
-    own = _options(asked, share=1 if asked.nnodes else nodes.count)
+    own = _options(asked, share=1 if both.nnodes else nodes.count)
     weaker = [configuration.options, _options(file, share=nodes.count)]
     if asked.config_file is not None:
         weaker.reverse()
@@ -261,6 +264,9 @@ def _nodes(asked: argparse.Namespace) -> Nodes:
         UsageError, LaunchRefused: An incomplete or contradictory description.
     """
     count = asked.nnodes or asked.num_machines or 1
+    if asked.nnodes is None and asked.num_machines is None and (step := SlurmStep.from_env()) is not None:
+        count = asked.nnodes = step.nodes
+        _follow_slurm(asked, step)
     backend = None if asked.rdzv_backend == "static" else asked.rdzv_backend
     if count == 1:
         alone = ("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf")
@@ -280,6 +286,23 @@ def _nodes(asked: argparse.Namespace) -> Nodes:
         backend,
         asked.rdzv_conf,
     )
+
+
+def _follow_slurm(asked: argparse.Namespace, step: SlurmStep) -> None:
+    """Take from Slurm what the command leaves open of its machines.
+
+    Raises:
+        LaunchRefused: It has started several commands on a machine.
+    """
+    if step.tasks.partition("(")[0] != "1":
+        raise LaunchRefused(
+            f"srun has started {step.tasks} commands on each machine, and each starts the ranks of its machine: srun "
+            "--ntasks-per-node=1 nbaccel launch."
+        )
+    if step.nodes > 1:
+        asked.node_rank = step.node if asked.node_rank is None else asked.node_rank
+        asked.master_addr = asked.master_addr or asked.main_process_ip or step.first_host
+        asked.master_port = asked.master_port or asked.main_process_port or _FIRST_PORT + step.job % _PORTS
 
 
 def _options(asked: argparse.Namespace, share: int) -> RunOptions:

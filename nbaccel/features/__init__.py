@@ -25,11 +25,17 @@ _TABLE = {  # "module:object", below this package
     "--sweep": "sweep.cell_mode:SweepMode",
     "--check": "check.cell_mode:CheckMode",
     "--speed": "speed.cell_mode:SpeedMode",
+    "--nodes": "cluster.cell_mode:NodesMode",
     # strategies
     "--strategy fsdp": "sharded.fully_sharded:FullySharded",
     # commands
     "%accelerate estimate": "batch_size.command:estimate_report",
+    "%accelerate export": "export.export_command:export_script",
     "%accelerate runs": "runs.runs:show_runs",
+    "%accelerate nodes": "cluster.cell_mode:show_nodes",
+    "launch(nodes=...)": "cluster.cell_mode:launch_on_nodes",
+    # rows of the doctor's report
+    "doctor: nodes": "cluster.ways:ways_to_nodes",
     # tasks of ranks
     "a cell that saves itself": "cell_checkpoints.saving_task:SavingCellTask",
     # setups of ranks

@@ -1,4 +1,5 @@
 """Starts, watches, interrupts and ends the processes of a run; runs any torch code. Runs in the kernel and in ranks.
 
-Imports `namespace`, `display`, `output`, `options` and `base`; never `train`, which ranks load by a string.
+Imports `namespace`, `display`, `output`, `options`, `base`, and `features` for its table; never `train`, which ranks
+load by a string.
 """

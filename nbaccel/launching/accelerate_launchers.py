@@ -92,8 +92,9 @@ def notebook_launcher(
     """
     if num_nodes != 1 or node_rank != 0:
         raise ValueError(
-            f"num_nodes={num_nodes}, node_rank={node_rank}: a notebook starts ranks on its own machine only. "
-            "Write the function to a script and start that on every machine with torchrun."
+            f"num_nodes={num_nodes}, node_rank={node_rank}: one notebook starts the ranks of all machines. Use "
+            "nbaccel.launch(function, nodes='host1,host2'), see docs/cluster.md; or write the function to a script and "
+            "start that on every machine with torchrun."
         )
     given = {
         "use_port": use_port,

@@ -23,6 +23,7 @@ from nbaccel.base.settings import STOP
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import ResultsMissing, RunStopped
+from nbaccel.features import feature
 from nbaccel.launching.diagnosis import PostMortem, failed_alike
 from nbaccel.launching.earlier_models import refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run
@@ -81,6 +82,8 @@ def launch(
     hang_timeout_s: float | None = None,
     oom: str = STOP,
     free_kernel: bool = False,
+    nodes: str | None = None,
+    node_timeout_s: float | None = None,
     check: bool = True,
 ) -> Run:
     """Run a function in every rank of a new group of processes.
@@ -106,6 +109,9 @@ def launch(
             loader cut into parts, see docs/memory.md. Everything before the loop is then done again.
         free_kernel: Move models that are variables of the notebook, and their optimizers, to the host while the ranks
             run.
+        nodes: Where ranks on other machines go: "host1,host2" by ssh, "slurm" or "ray", see docs/cluster.md;
+            `num_processes` counts all ranks. None for this machine.
+        node_timeout_s: Seconds after which a node that does not answer is given up; None for 60.
         check: Raise the error of the run. With False it is in `Run.error`.
 
     Returns:
@@ -139,10 +145,15 @@ def launch(
         debug=debug,
         independent=independent or None,
         oom=oom,
+        nodes=nodes,
+        node_timeout=node_timeout_s,
     )
     survey, task = Survey.take(looks_for_gpus=not cpu), FunctionTask(function, args, kwargs)
-    plan = replace(planned(options, task, survey), own=options, words=_ARGUMENTS)
-    spec = plan.spec(task, setup, wants_results=True)
+    if nodes is None:
+        plan = replace(planned(options, task, survey), own=options, words=_ARGUMENTS)
+        spec = plan.spec(task, setup, wants_results=True)
+    else:
+        spec = feature("launch(nodes=...)")(options, task, default_launcher().resources, setup, _ARGUMENTS)
     if spec.start.method == "inline":
         return _launch_inline(spec, survey, check=check, origin=_origin(options))
     aside = _set_aside(spec.devices) if free_kernel else None

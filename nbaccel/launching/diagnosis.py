@@ -19,7 +19,7 @@ from nbaccel.errors import RankDied, RanksFailed
 from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd
 from nbaccel.launching.ipc.reports import ErrorLink, Naming, RankFailure, RankReport, StackSnapshot, signal_name
 from nbaccel.launching.ipc.spec import Task
-from nbaccel.launching.oom_restart import OomKillWatch
+from nbaccel.launching.oom_restart import KillsElsewhere, OomKillWatch
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.namespace.payload import unpack_what_can_be_rebuilt
 
@@ -33,7 +33,11 @@ __all__ = [
 
 
 def diagnose(
-    ended: RankResults, started_clean: bool, host: OomKillWatch, cell_name: Naming, memory_report: str = ""
+    ended: RankResults,
+    started_clean: bool,
+    host: OomKillWatch | KillsElsewhere,
+    cell_name: Naming,
+    memory_report: str = "",
 ) -> BaseException | None:
     """Return the error of the run, or None if no rank failed.
 
@@ -51,10 +55,19 @@ def diagnose(
         return RanksFailed(text, rank, len(ended.reports))
     report = ended.reports[rank]
     peers = _peers(ended, rank)
+    on = ended.node_of(rank) and f" on {ended.node_of(rank)}"
     world_size = len(ended.reports)
+    if report is None and (lost := next((each for each in ended.lost[rank : rank + 1] if each), "")):
+        there = [each for each, why in enumerate(ended.lost) if why == lost]
+        return RankDied(
+            f"{lost}, where {list_of_ranks(there)} of {world_size} ran{peers and '; ' + peers}. {_what_is_left(ended)}",
+            rank,
+            world_size,
+            ended.exit_codes[rank],
+        )
     if report is None:
         return RankDied(
-            f"rank {rank} of {world_size} {_death(ended.exit_codes[rank], host)}{peers and '; ' + peers}. "
+            f"rank {rank} of {world_size}{on} {_death(ended.exit_codes[rank], host)}{peers and '; ' + peers}. "
             f"{ended.why_not_again or f'{_what_is_left(ended)} {memory_report}'}".rstrip(),
             rank,
             world_size,
@@ -72,7 +85,9 @@ def diagnose(
     error = _travelled(report, task)
     hint = (_missing_name(report, task) if started_clean else "") or memory_report
     hint = hint or advice(report.links, host, is_fork=not started_clean)
-    return RankFailure(rank, world_size, report.links, error, peers, failed_alike(ended)).exception(cell_name, hint)
+    alike = failed_alike(ended)
+    failure = RankFailure(rank, world_size, report.links, error, peers, alike, ended.node_of(rank))
+    return failure.exception(cell_name, hint)
 
 
 def _what_is_left(ended: RankResults) -> str:
@@ -110,7 +125,7 @@ def _missing_name(report: RankReport, task: Task) -> str:
     )
 
 
-def _death(exit_code: int, host: OomKillWatch) -> str:
+def _death(exit_code: int, host: OomKillWatch | KillsElsewhere) -> str:
     if exit_code >= 0:
         return (
             f"ended with exit code {exit_code} before its work was done (os._exit, or a library that ends the process)"
@@ -139,7 +154,10 @@ def _peers(ended: RankResults, cause: int) -> str:
     if failed_alike(ended):
         return ""
     same = _alike(ended, cause)
-    stopped = [rank for rank in _others(ended, cause) if rank not in same and not _is_done(ended.reports[rank])]
+    gone = {rank for rank, why in enumerate(ended.lost) if why}
+    stopped = [
+        rank for rank in _others(ended, cause) if rank not in {*same, *gone} and not _is_done(ended.reports[rank])
+    ]
     parts = []
     if same:
         parts.append(f"the same on {list_of_ranks(same)}")
@@ -299,7 +317,7 @@ The texts are those of torch (StorageSharing.cpp, MapAllocator.cpp, dataloader.p
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGBUS, signal.SIGTRAP, signal.SIGSYS}
 
 
-def advice(links: Sequence[ErrorLink], host: OomKillWatch, *, is_fork: bool = True) -> str:
+def advice(links: Sequence[ErrorLink], host: OomKillWatch | KillsElsewhere, *, is_fork: bool = True) -> str:
     """Return one line of advice on an error, the last of `links`; empty if the error's own text is enough.
 
     Args:
@@ -325,7 +343,7 @@ def advice(links: Sequence[ErrorLink], host: OomKillWatch, *, is_fork: bool = Tr
     return known or ("" if last.worker is None else _dead_worker(last.worker, host))
 
 
-def _dead_worker(end: WorkerEnd, host: OomKillWatch) -> str:
+def _dead_worker(end: WorkerEnd, host: OomKillWatch | KillsElsewhere) -> str:
     """Say how a worker of a DataLoader ended, and what to do about it."""
     who = "A DataLoader worker of this rank" + (f" (process {end.pid})" if end.pid else "")
     if end.unknown_name and (end.exit_code is None or end.exit_code > 0):

@@ -11,6 +11,7 @@ import platform
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +21,8 @@ from nbaccel.base.hardware import ComputeMode, Gpu, Platform, Survey, best_preci
 from nbaccel.base.quantities import in_gb
 from nbaccel.base.settings import CHECKPOINT_DIR
 from nbaccel.base.storage import Storage
+from nbaccel.errors import FeatureMissing
+from nbaccel.features import feature, named
 from nbaccel.launching.gpu_trouble import TorchBuild, holder_name, troubles
 
 __all__ = [
@@ -35,6 +38,9 @@ OLDEST_GOOD_KERNEL = (5, 5)
 
 Training processes are known to hang on older ones (Accelerate warns as well); before 5.3 there is no pidfd.
 """
+
+_FEATURE = "doctor: "
+"""What names of rows begin with in the table of features."""
 
 SMALL_SHM_BYTES = 10**9
 FEW_OPEN_FILES = 1024
@@ -53,6 +59,7 @@ class MachineFacts:
         holders: Names of processes that hold GPU memory, by process id.
         saves_to: The place to which a training that saves itself would write its checkpoints.
         build: The GPUs for which torch was built; None if there are no GPUs, or if that is unknown.
+        of_features: Rows that features add, text by name.
     """
 
     python: str = ""
@@ -65,6 +72,7 @@ class MachineFacts:
     holders: Mapping[int, str] = field(default_factory=dict)
     saves_to: Storage = field(default_factory=lambda: Storage(Path(CHECKPOINT_DIR), ""))
     build: TorchBuild | None = None
+    of_features: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_this_process(
@@ -95,6 +103,7 @@ class MachineFacts:
             holders=_names({pid for gpu in survey.gpus for pid, _ in gpu.processes}),
             saves_to=Storage.of(Path(checkpoint_dir or CHECKPOINT_DIR)),
             build=_build() if survey.gpus else None,
+            of_features=_rows_of_features(),
         )
 
 
@@ -173,6 +182,8 @@ def _machine(survey: Survey, facts: MachineFacts) -> Iterator[str]:
     if survey.platform in _SESSIONS:
         yield _row("session", _SESSIONS[survey.platform])
     yield _row("limits", ", ".join(f"{name} {value}" for name, value in facts.limits.items()))
+    for name, text in facts.of_features.items():
+        yield _row(name, text)
 
 
 def _warnings(survey: Survey, facts: MachineFacts) -> Iterator[str]:
@@ -227,6 +238,14 @@ def _about_the_driver(survey: Survey) -> Iterator[str]:
 
 def _build() -> TorchBuild | None:
     return TorchBuild.loaded() or TorchBuild.installed()
+
+
+def _rows_of_features() -> dict[str, str]:
+    rows = {}
+    for name in named(_FEATURE):
+        with suppress(FeatureMissing):
+            rows[name] = feature(f"{_FEATURE}{name}")()
+    return rows
 
 
 def _is_unlike(gpus: tuple[Gpu, ...]) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from nbaccel.base.events import Restarted
 from nbaccel.base.forkable import why_forks_fail
@@ -42,6 +42,7 @@ from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.kernel_models import held_here
 from nbaccel.launching.oom_restart import (
     GiveUp,
+    KillsElsewhere,
     LaunchAttempt,
     OomKillWatch,
     OomRestartPolicy,
@@ -62,6 +63,7 @@ from nbaccel.namespace.inventory import no_collections
 from nbaccel.output.router import Screen
 
 __all__ = [
+    "Lasting",
     "Launcher",
     "LauncherResources",
     "default_launcher",
@@ -174,7 +176,8 @@ class Launcher:
         log_path = log_path or self.resources.new_log()
         with open_log(log_path) as log:
             while True:
-                host, recorder = OomKillWatch(), RunRecorder()
+                host = OomKillWatch() if spec.fork_server is None else KillsElsewhere()
+                recorder = RunRecorder()
                 try:
                     ended = yield from self._attempt(spec, watching, log, recorder)
                 except BadFork as found:
@@ -197,7 +200,7 @@ class Launcher:
         told, hint = whole.the_one_to_tell(attempt)
         ended, recorder, spec = told.ended, told.recorder, told.spec
         report = hint or decision.report
-        error = diagnose(ended, spec.start.method == "zygote", told.host, cell_name, report)
+        error = diagnose(ended, spec.start.method != "fork", told.host, cell_name, report)
         return record_of(ended, spec.start, error, log_path, recorder.checkpoint, restarts), ended
 
     def _attempt(
@@ -235,7 +238,7 @@ class Launcher:
         host, worker_group = OomKillWatch(), self._worker_group(spec, watching)
         try:
             with open_log(self.resources.new_log()) as log, closing(watching.watch(worker_group, spec, log)) as ended:
-                error = diagnose(ended, spec.start.method == "zygote", host, cell_name)
+                error = diagnose(ended, spec.start.method != "fork", host, cell_name)
                 if ended.is_interrupted:
                     raise ended.raised or KeyboardInterrupt
                 if error is not None:
@@ -260,6 +263,8 @@ class Launcher:
         )
 
     def _method(self, spec: LaunchSpec) -> StartMethod:
+        if (server := spec.fork_server) is not None:
+            return ZygoteStart(lambda: server)
         if spec.start.method == "zygote":
             return ZygoteStart(self.resources.zygote, starts_again=spec.restarts_ranks)
         if (why := why_forks_fail()) is not None:
@@ -342,6 +347,16 @@ def _load_once(named: Sequence[str], settings: RunSettings | None = None, world_
 _REAPER_S = 1.0
 
 
+class Lasting(Protocol):
+    """Something that a feature keeps from one run to the next, until `%accelerate stop` or the end of this process."""
+
+    def end(self) -> str:
+        """End it, and return it in words; empty if nothing was there."""
+
+    def fds(self) -> list[int]:
+        """Return its descriptors, which no rank may hold."""
+
+
 class LauncherResources:
     """Starts the reaper and the zygote when they are first needed and ends them with the process."""
 
@@ -354,6 +369,7 @@ class LauncherResources:
         self._zygote: Zygote | None = None
         self._folder: str | None = None
         self._runs = 0
+        self.lasting: list[Lasting] = []
         atexit.register(self.close)
 
     def guard(self, line: str) -> None:
@@ -399,8 +415,14 @@ class LauncherResources:
 
     def fds(self) -> list[int]:
         """Return the descriptors that a forked rank must not hold."""
-        held = [] if self._line is None else [self._line.fileno()]
+        held = [fd for each in self.lasting for fd in each.fds()]
+        held += [] if self._line is None else [self._line.fileno()]
         return held if self._zygote is None else [*held, self._zygote.fileno()]
+
+    def end_lasting(self) -> list[str]:
+        """End what features keep between runs, and return it in words."""
+        lasting, self.lasting = self.lasting, []
+        return [words for each in lasting if (words := each.end())]
 
     def close(self) -> None:
         """End the processes that were started.
@@ -410,6 +432,7 @@ class LauncherResources:
         if os.getpid() != self.pid or self.kernel_pidfd < 0:
             return
         atexit.unregister(self.close)
+        self.end_lasting()
         self._end_zygote()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

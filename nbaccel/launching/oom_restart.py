@@ -32,6 +32,7 @@ from nbaccel.launching.processes.rank_results import RankResults
 
 __all__ = [
     "GiveUp",
+    "KillsElsewhere",
     "LaunchAttempt",
     "OomKillWatch",
     "OomRestartPolicy",
@@ -72,7 +73,7 @@ class LaunchAttempt:
     spec: LaunchSpec
     ended: RankResults
     recorder: RunRecorder
-    host: OomKillWatch
+    host: OomKillWatch | KillsElsewhere
 
 
 def _new_checkpoint(attempt: LaunchAttempt) -> str:
@@ -478,6 +479,16 @@ class RunRecorder:
     def memory(self, rank: int) -> Memory | None:
         """Return the latest memory report of `rank`."""
         return self._memory.get(rank)
+
+
+class KillsElsewhere:
+    """Knows nothing of processes that were killed on other machines."""
+
+    kills: int | None = None
+
+    def explain_kill(self) -> str:
+        """Explain why a rank got a SIGKILL that the kernel did not send."""
+        return "if you did not do that yourself, a guess is the memory of its node"
 
 
 class OomKillWatch:

@@ -215,7 +215,8 @@ class LaunchPlan:
         How the program trains is not known yet: settings that only what is prepared has are named as such.
         """
         seed = self.settings.seed
-        rest = f", {self.start.method}, {'seed of the notebook' if seed is None else f'seed {seed}'}"
+        way = "" if self.start.method == "nodes" else f", {self.start.method}"  # the nodes are named already
+        rest = f"{way}, {'seed of the notebook' if seed is None else f'seed {seed}'}"
         if self._of_each_loop:
             rest += f"; {self._of_each_loop}"
         # A program that seems to prepare nothing is told nothing of a precision that nobody chose.

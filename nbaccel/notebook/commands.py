@@ -154,6 +154,8 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
             bare("why", why),
             bare("status", status),
             Command("runs", runs),
+            Command("export", lambda rest: feature("%accelerate export")(session, rest)),
+            Command("nodes", lambda rest: feature("%accelerate nodes")(session, rest)),
             *_background_commands(session),
             *_stay_commands(session, parser),
         ],
@@ -244,9 +246,12 @@ def _background_commands(session: Session) -> list[Command]:
     def stop() -> None:
         if session.background.stop():
             return
-        if not session.stay.is_on:
+        if ended := session.launcher.resources.end_lasting():
+            session.say("\n".join(ended))
+        elif not session.stay.is_on:
             raise UsageError("nothing runs in the background, and no ranks stay.")
-        session.stay.stop()
+        if session.stay.is_on:
+            session.stay.stop()
 
     return [
         bare("wait", lambda: session.background.wait()),

@@ -27,7 +27,7 @@ from nbaccel.base.gpu_driver import cuda_environ, has_gpu_driver
 from nbaccel.base.notices import briefly, is_users
 from nbaccel.errors import NbaccelError
 from nbaccel.notebook.completion import Completer
-from nbaccel.notebook.shell_hooks import AcceleratorHelp, CudaWatch, comments_below_magic
+from nbaccel.notebook.shell_hooks import AcceleratorHelp, CudaWatch, FailedCells, comments_below_magic
 from nbaccel.options.flags import flags, unabbreviated
 from nbaccel.options.parsing import asks_for_help, joined, parse
 
@@ -63,7 +63,8 @@ class AccelerateMagics(Magics):
         self._completer = Completer(shell, self._parser)
         self._help = AcceleratorHelp(shell)
         self._cuda = CudaWatch() if session is None else session.cuda
-        self._after_cell = self._cuda.after_cell  # one object, so that it can be unregistered
+        self._failed = FailedCells() if session is None else session.failed_cells
+        self._after_cell = self._cuda.after_cell, self._failed.after_cell  # objects that can be unregistered
         self._has_set_cuda_check = False
 
     @property
@@ -72,7 +73,7 @@ class AccelerateMagics(Magics):
         if self._session is None:
             from nbaccel.notebook.session import Session
 
-            self._session = Session(self._shell, cuda=self._cuda)
+            self._session = Session(self._shell, cuda=self._cuda, failed_cells=self._failed)
         return self._session
 
     @cached_property
@@ -99,8 +100,11 @@ class AccelerateMagics(Magics):
           %accelerate wait              wait for that run, and bring back what it left
           %accelerate attach            show its panel in this cell too, and wait; an interrupt ends the waiting
           %accelerate runs              list this notebook's runs; with numbers, compare these: %accelerate runs 3 5
+          %accelerate nodes WHERE       what the machines of --nodes have; without WHERE, those that are connected
+          %accelerate export train.py   write the last cell in ranks, with the cells that it needs, as a script; --check
           %accelerate last              show panel and picture of the last run again, after the page was reloaded
-          %accelerate stop              finish its step, the second time end it now; without one, end ranks that stay
+          %accelerate stop              finish its step, the second time end it now; without one, end ranks that stay,
+                                        and the agents on other machines
           %accelerate start FLAGS       start ranks that stay: cells run in them, and names last from cell to cell
           %accelerate push NAMES        send them variables of the notebook
           %accelerate pull NAMES        bring variables back from rank 0, or with --rank 1 from another
@@ -150,7 +154,8 @@ class AccelerateMagics(Magics):
         self._completer.install()
         self._help.install()
         shell.input_transformers_cleanup.append(comments_below_magic)
-        shell.events.register("post_run_cell", self._after_cell)
+        for after_cell in self._after_cell:
+            shell.events.register("post_run_cell", after_cell)
         if self._may_have_gpus() and self.session.survey().gpus:
             self.session.start_zygote()
 
@@ -162,7 +167,8 @@ class AccelerateMagics(Magics):
         if self._session is not None:
             self._session.close()
         shell = self._shell
-        shell.events.unregister("post_run_cell", self._after_cell)
+        for after_cell in self._after_cell:
+            shell.events.unregister("post_run_cell", after_cell)
         shell.input_transformers_cleanup.remove(comments_below_magic)
         self._completer.remove()
         self._help.remove()

@@ -38,7 +38,7 @@ from nbaccel.notebook.cell_run import (
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
-from nbaccel.notebook.shell_hooks import CudaWatch
+from nbaccel.notebook.shell_hooks import CudaWatch, FailedCells
 from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
 from nbaccel.notebook.stop_control import FormerButton, StopControl
 from nbaccel.notebook.validation import (
@@ -86,6 +86,7 @@ class Session:
         setup: What every rank does before the cell, None for nothing.
         survey: A function that examines the machine.
         cuda: The watch that exists since the extension was loaded.
+        failed_cells: The cells that have ended with an error since then.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class Session:
         setup: str | None = SETUP,
         survey: Callable[[], Survey] = Survey.take,
         cuda: CudaWatch | None = None,
+        failed_cells: FailedCells | None = None,
     ) -> None:
         self.shell = shell
         self.survey = survey
         self.configuration = Configuration()
         self.cuda = cuda or CudaWatch()
+        self.failed_cells = failed_cells or FailedCells()
         self.last_run: LastRun | None = None
         self.last_plan: LaunchPlan | None = None  # the plan of ranks that were started for a cell
         self.rank_memory = RankMemory()

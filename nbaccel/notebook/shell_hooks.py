@@ -22,6 +22,7 @@ __all__ = [
     "MAGIC",
     "AcceleratorHelp",
     "CudaWatch",
+    "FailedCells",
     "HelpMember",
     "comments_below_magic",
     "is_code",
@@ -78,6 +79,22 @@ class CudaWatch:
     def _look(self, cell: str | None) -> None:
         if (why := why_forks_fail()) is not None:
             self._cells.setdefault(why, cell)
+
+
+class FailedCells:
+    """Records which cells ended with an error; IPython keeps that since version 9 only.
+
+    Attributes:
+        numbers: Their execution numbers.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+
+    def after_cell(self, result: Any) -> None:
+        """Note a cell that failed; handler of IPython's `post_run_cell`."""
+        if result.execution_count is not None and not result.success:
+            self.numbers.add(result.execution_count)
 
 
 class HelpMember(NamedTuple):

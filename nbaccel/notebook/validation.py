@@ -39,6 +39,9 @@ _GIVEN: dict[str, Callable[[RunOptions], bool]] = {
     "--resume": lambda options: options.resume is not None,
     "--check": lambda options: options.check is not None,
     "--speed": lambda options: options.speed is not None,
+    "--nodes": lambda options: options.nodes is not None,
+    "--start": lambda options: options.start is not None,
+    "--devices": lambda options: options.devices is not None,
 }
 """Requests that may exclude others, and the test for each."""
 
@@ -91,6 +94,14 @@ EXCLUSIONS = (
     Exclusion("--speed", "--bg", "cells that run meanwhile would make the trials slower"),
     Exclusion("--speed", "--keep", "the ranks of a trial end with it"),
     Exclusion("--speed", "--only", "trials have ranks of their own, which do not stay"),
+    Exclusion("--nodes", "--keep", "ranks that stay are ranks of this machine"),
+    Exclusion("--nodes", "--only", "it names ranks that stay, which are ranks of this machine"),
+    Exclusion("--nodes", "--sweep", "the runs of a sweep are runs of this machine"),
+    Exclusion("--nodes", "--check", "a check keeps the files of this machine as they are, and of no other"),
+    Exclusion("--nodes", "--speed", "trials are of this machine"),
+    Exclusion("--nodes", "--start", "ranks of other machines have one way to start"),
+    Exclusion("--nodes", "--devices", "each node shows its ranks its own GPUs"),
+    Exclusion("--nodes", "--free-kernel", "the notebook's models are on this machine's GPUs"),
     Exclusion("--speed", "--pdb", "a trial is ended as soon as its speed is known"),
 )
 
@@ -109,6 +120,8 @@ def refuse_contradictions(options: RunOptions) -> None:
             raise UsageError(
                 f"{flag} {value} is about the runs of a sweep, and this cell has no --sweep; leave it out."
             )
+    if options.node_timeout is not None and options.nodes is None:
+        raise UsageError("--node-timeout is about other machines, and this cell has no --nodes; leave it out.")
 
 
 def refuse_wrong_places(options: RunOptions) -> None:

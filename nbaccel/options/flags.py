@@ -274,6 +274,10 @@ _OF_ONE_CELL = (
     _flag("--check", metavar="HOW", nargs="?", const=QUICK, type=one_of("a check", QUICK, FULL),
           help="try the cell from its first to its last line with a few batches, and change nothing; full compares "
                "seeds and gradients too; default off"),
+    _flag("--nodes", metavar="WHERE",
+          help="ranks on other machines: host1,host2 by ssh, slurm, or ray; -n counts all; default this machine"),
+    _flag("--node-timeout", metavar="T", type=checked(parse_seconds),
+          help="give a node up that has not answered for 60s; default 60s"),
     _flag("--speed", metavar="T", type=checked(parse_seconds),
           help="measure for 3min which changes make the cell faster, and change nothing; default off"),
 )  # fmt: skip
@@ -297,6 +301,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "resume": ("checkpoints",),
     "time_limit": ("8h30m", "11h30m"),
     "pdb": ("0", "1"),
+    "nodes": ("host1,host2", "slurm", "ray"),
+    "node_timeout": ("60s", "10min"),
     "check": (FULL,),
     "speed": ("1min", "3min"),
     "only": ("0", "0,1"),

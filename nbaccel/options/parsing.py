@@ -209,6 +209,8 @@ COMMANDS = (
     "attach",
     "last",
     "runs",
+    "nodes",
+    "export",
     "stop",
     "start",
     "push",

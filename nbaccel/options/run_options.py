@@ -65,6 +65,8 @@ class RunOptions:
         slots: How many of these go side by side.
         gpus_per_run: GPUs, and ranks, of each of them.
         check: `QUICK` or `FULL`: the cell is tried in a dry run, and nothing is changed.
+        nodes: Where ranks on other machines go, see `--nodes`.
+        node_timeout: Seconds after which a node that does not answer is given up.
         speed: Seconds in which changes that may make the cell faster are tried, and nothing is changed.
     """
 
@@ -104,6 +106,8 @@ class RunOptions:
     gpus_per_run: int | None = None
     check: str | None = None
     speed: float | None = None
+    nodes: str | None = None
+    node_timeout: float | None = None
 
     def over(self, weaker: RunOptions) -> RunOptions:
         """Return these choices, completed by those of `weaker`. "auto" is a choice."""

@@ -170,6 +170,34 @@ def test_several_machines_get_the_interface_of_the_route(folder: Path, capsys: p
     assert f"torchrun {' '.join(nodes)} --master-port 1234 --nproc-per-node 1 train.py" in out
 
 
+def under_slurm(monkeypatch: pytest.MonkeyPatch, tasks: str) -> None:
+    step = {"JOB_ID": "4001", "NODEID": "1", "STEP_NUM_NODES": "2", "STEP_NODELIST": "203.0.113.[7-8]"}
+    for name, value in (step | {"STEP_TASKS_PER_NODE": tasks}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+
+def test_srun_says_which_machine_this_is(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_slurm(monkeypatch, "1(x2)")
+    status = main(["launch", "-n", "1", "--cpu", "--dry-run", "train.py"])
+    out, err = capsys.readouterr()
+    if "no way leads from this machine" in err:
+        pytest.skip("this machine has no route to another one")
+    assert status == 0
+    nodes = "--nnodes 2 --node-rank 1 --master-addr 203.0.113.7 --master-port 29501 --nproc-per-node 1"
+    assert f"torchrun {nodes} train.py" in out
+    assert "node 1 of 2" in err
+
+
+def test_a_command_for_each_rank_of_slurm_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_slurm(monkeypatch, "4(x2)")
+    assert main(["launch", "--dry-run", "train.py"]) == 2
+    assert "srun has started 4(x2) commands on each machine" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

@@ -223,7 +223,7 @@ def test_the_strategy_asked_for_reaches_the_ranks_and_one_process_of_the_noteboo
 def test_arguments_that_mean_nothing_here_are_accepted_and_explained() -> None:
     with pytest.warns(UserWarning, match="use_port: accepted and not used"):
         notebook_launcher(rank, num_processes=2, use_port="29501")
-    with pytest.raises(ValueError, match="num_nodes=2"):
+    with pytest.raises(ValueError, match=r"num_nodes=2, .*: one notebook .*\.launch\(function, nodes='host1,host2'\)"):
         notebook_launcher(rank, num_processes=2, num_nodes=2)
 
 

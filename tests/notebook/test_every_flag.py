@@ -137,6 +137,23 @@ WRONG = {
         ("--check --only 0", "--check and --only exclude each other: a check has ranks of its own"),
         ("--check --pdb 0", "--check and --pdb exclude each other: a check ends loops early"),
     ],
+    "--nodes": [
+        ("--nodes", "--nodes needs a value."),
+        ("--nodes=,", "--nodes names no host: write --nodes host1,host2, slurm or ray."),
+        ("--nodes east,east", "--nodes names east twice: one agent serves all ranks of a machine, -n says how many."),
+        ("--nodes a,b --keep", "--nodes and --keep exclude each other: ranks that stay are ranks of this machine"),
+        ("--nodes a,b --only 0", "--nodes and --only exclude each other: it names ranks that stay"),
+        ("--nodes a,b --sweep fold=0", "--nodes and --sweep exclude each other: the runs of a sweep are runs of this"),
+        ("--nodes a,b --check", "--nodes and --check exclude each other: a check keeps the files of this machine"),
+        ("--nodes a,b --speed 3min", "--nodes and --speed exclude each other: trials are of this machine"),
+        ("--nodes a,b --start zygote", "--nodes and --start exclude each other: ranks of other machines have one way"),
+        ("--nodes a,b --devices 0", "--nodes and --devices exclude each other: each node shows its ranks its own GPUs"),
+        ("--nodes a,b --free-kernel", "--nodes and --free-kernel exclude each other: the notebook's models are on"),
+    ],
+    "--node-timeout": [
+        ("--node-timeout soon", "a time is hours, minutes or seconds, as in 11h30m, 10min, 90s; got 'soon'"),
+        ("--node-timeout 90s", "--node-timeout is about other machines, and this cell has no --nodes; leave it out."),
+    ],
     "--speed": [
         ("--speed", "--speed needs a value."),
         ("--speed soon", "a time is hours, minutes or seconds, as in 11h30m, 10min, 90s; got 'soon'"),
@@ -169,6 +186,11 @@ WRONG_COMMANDS = {
         ("runs last", "%accelerate runs last: no curve of these runs is called 'last'; there is: none."),
         ("runs 3", "%accelerate runs 3: no run has number 3: there was no run yet."),
     ],
+    "nodes": [
+        ("nodes", "no nodes are connected: %accelerate nodes host1,host2, slurm or ray."),
+        ("nodes east,east", "--nodes names east twice: one agent serves all ranks of a machine"),
+    ],
+    "export": [("export", "%accelerate export takes the file to write, and maybe --cell 5 or --check")],
     "stop": [
         ("stop now", "%accelerate stop takes nothing behind it; got 'now'."),
         ("stop", "nothing runs in the background, and no ranks stay."),

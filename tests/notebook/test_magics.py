@@ -20,6 +20,7 @@ from nbaccel.notebook.cell_mode import run_cell
 from nbaccel.notebook.completion import candidates
 from nbaccel.notebook.magics import AccelerateMagics, register, unregister
 from nbaccel.notebook.session import LastRun, Session
+from nbaccel.notebook.shell_hooks import FailedCells
 from nbaccel.options.parsing import COMMANDS
 from nbaccel.options.run_options import RunOptions
 
@@ -130,6 +131,7 @@ def test_availability_of_cuda_is_asked_of_nvml_unless_the_user_says_otherwise(
 def test_the_zygote_is_started_early_only_where_there_is_a_gpu(shell: Any, gpus: Any, started: int) -> None:
     class Session:
         cuda = type("Watch", (), {"after_cell": staticmethod(lambda result: None)})
+        failed_cells = FailedCells()
         zygotes = 0
 
         def survey(self) -> Survey:
@@ -221,8 +223,8 @@ def test_another_command_is_one_sentence(planned: Any) -> None:
     assert isinstance(ran.error, UsageError)
     assert ran.stderr == (
         "UsageError: %accelerate -n is no command: there is %accelerate alone, or with config, doctor, memory, "
-        "estimate, why, status, runs, wait, attach, last, stop, start, push, pull or restart. Flags belong to a cell "
-        "that begins with %%accelerate, two percent signs, and runs in ranks.\n"
+        "estimate, why, status, runs, export, nodes, wait, attach, last, stop, start, push, pull or restart. Flags "
+        "belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks.\n"
     )
 
 

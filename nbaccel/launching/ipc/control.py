@@ -57,6 +57,11 @@ _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
 _SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
 _SAVE_BEFORE_AT = 16
+_SPANS_NODES = 24  # u8: some ranks are on other machines, each with a copy of the page
+_SETTLED = 25  # u8: the copies of the other machines have been asked to stop, and the page has where they are
+_SAVE_WANTED = 26  # u8: rank 0 asks all ranks, some of them on other machines, to save
+_ORDERS = ((0, 2), (4, 24))  # what the kernel writes in the header
+_REPORTS = ((2, 4), (26, 27))  # what ranks write in the header
 _RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
 _COLLECTIVES = struct.Struct("@q")  # how many the rank has entered, and a mark of the latest: one number, one store
 _COLLECTIVES_AT = 40  # in the rank's slot, behind its position
@@ -155,9 +160,9 @@ class ControlPage:
             excluded_ranks: Ranks that take no part in the run. They count as finished ranks: they answer no collective.
         """
         # One flag is set once and for good; idle ranks read the other, too.
-        saves_itself, is_cut = self.saves_itself, self.is_cut
+        saves_itself, is_cut, spans_nodes = self.saves_itself, self.is_cut, self.spans_nodes
         self._map[:] = bytes(len(self._map))
-        self.saves_itself, self.is_cut = saves_itself, is_cut
+        self.saves_itself, self.is_cut, self.spans_nodes = saves_itself, is_cut, spans_nodes
         for rank in range(self.world_size):
             self.write(rank, RankPosition(-1, -1, 0.0, 0.0, parked=False, in_step=False))
         for rank in excluded_ranks:
@@ -401,28 +406,112 @@ class ControlPage:
 
     def resume(self) -> None:
         """Withdraw the request, since all ranks have heard; one that has just read it sees that it has heard."""
-        self._map[_STOP] = self._map[_ANSWERED] = 0
+        self._map[_STOP] = self._map[_ANSWERED] = self._map[_SETTLED] = 0
 
-    def stop(self, hands_over: bool = False) -> int:
+    def stop(self, hands_over: bool = False) -> int | None:
         """Ask all ranks to stop, and answer with the position after which they do; kernel side.
 
-        It takes a millisecond. A second call returns the first answer again.
+        It takes a millisecond. A second call returns the first answer again; None if ranks are on other machines, and
+        the answer comes with a later `answer`.
 
         Args:
             hands_over: They call their program's own handler of SIGINT there, and go on.
         """
-        if (answer := self.stop_after) is not None and self.hands_over == hands_over:
-            return answer
-        self.resume()
+        if not self.stop_requested or self.hands_over != hands_over:
+            self.resume()
+            self.freeze(hands_over)
+        self.answer()
+        return self.stop_after
+
+    def freeze(self, hands_over: bool = False) -> None:
+        """Ask all ranks to wait before their next step; when it returns, the page has where each of them is."""
         self._map[_HANDS_OVER] = hands_over
         for rank in range(self.world_size):
             self._map[_HEADER + rank * _SLOT + _HAS_HEARD_AT] = 0
         self._map[_STOP] = 1
         time.sleep(_VISIBLE_S)
-        answer = max(position.reached for position in self.positions())
-        _STOP_AFTER.pack_into(self._map, _STOP_AFTER_AT, answer)
+
+    def answer(self) -> None:
+        """Answer ranks that were asked to stop, once it is known where all of them are."""
+        if not self.stop_requested or self._map[_ANSWERED] or (self.spans_nodes and not self._map[_SETTLED]):
+            return
+        _STOP_AFTER.pack_into(self._map, _STOP_AFTER_AT, max(position.reached for position in self.positions()))
         self._map[_ANSWERED] = 1
-        return answer
+
+    # --- copies of the page on other machines ------------------------------------------------------------------
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Return whether some ranks are on other machines, which have copies of the page."""
+        return bool(self._map[_SPANS_NODES])
+
+    @spans_nodes.setter
+    def spans_nodes(self, does: bool) -> None:
+        self._map[_SPANS_NODES] = does
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether the page has where the ranks are that were asked to stop on other machines."""
+        return bool(self._map[_SETTLED])
+
+    @is_settled.setter
+    def is_settled(self, is_settled: bool) -> None:
+        self._map[_SETTLED] = is_settled
+
+    @property
+    def save_wanted(self) -> bool:
+        """Return whether rank 0 asks all ranks to save, where `save_before` could come too late for some."""
+        return bool(self._map[_SAVE_WANTED])
+
+    @save_wanted.setter
+    def save_wanted(self, is_wanted: bool) -> None:
+        self._map[_SAVE_WANTED] = is_wanted
+
+    @property
+    def next_step(self) -> int:
+        """Return a training step that no rank has entered or is about to enter."""
+        return max(position.step for position in self.positions()) + 1
+
+    @property
+    def orders(self) -> bytes:
+        """Return what the kernel says to all ranks."""
+        return b"".join(self._map[start:end] for start, end in _ORDERS)
+
+    @orders.setter
+    def orders(self, data: bytes) -> None:
+        for start, end in _ORDERS:
+            self._map[start:end], data = data[: end - start], data[end - start :]
+
+    @property
+    def reports(self) -> bytes:
+        """Return what ranks say to the kernel together, a flag in each byte."""
+        return b"".join(self._map[start:end] for start, end in _REPORTS)
+
+    def add_reports(self, data: bytes) -> None:
+        """Add the `reports` of ranks on another machine."""
+        places = [place for start, end in _REPORTS for place in range(start, end)]
+        for place, flag in zip(places, data, strict=True):
+            if flag:
+                self._map[place] = flag
+
+    def slot(self, rank: int) -> bytes:
+        """Return all that `rank` has written in its own place."""
+        return self._map[_HEADER + rank * _SLOT : _HEADER + (rank + 1) * _SLOT]
+
+    def put_slot(self, rank: int, data: bytes, later_s: float = 0.0) -> None:
+        """Write the place of a rank that is on another machine.
+
+        Args:
+            data: Its `slot` there.
+            later_s: Seconds by which the clock (`time.monotonic()`) of this machine is ahead of that one.
+        """
+        slot = bytearray(data)
+        entered, previous, at, last_s, parked, in_step = _RANK.unpack_from(slot)
+        _RANK.pack_into(slot, 0, entered, previous, at + later_s if at else at, last_s, parked, in_step)
+        limit_at, limit_s = _TIME_LIMIT.unpack_from(slot, _TIME_LIMIT_AT)
+        if limit_at:
+            _TIME_LIMIT.pack_into(slot, _TIME_LIMIT_AT, limit_at + later_s, limit_s)
+        self._map[_HEADER + rank * _SLOT : _HEADER + (rank + 1) * _SLOT] = bytes(slot)
 
 
 class StepGate:
@@ -457,7 +546,11 @@ class StepGate:
             self._page.limit_time(self._rank, event.at, event.seconds)
             event.take()
         elif isinstance(event, SaveDue):
-            self._page.save_before = event.step
+            if self._page.spans_nodes and event.step:
+                event.choose()
+                self._page.save_wanted = True
+            else:
+                self._page.save_before = event.step
         elif isinstance(event, SaveAsked):
             announced = self._page.save_before
             if announced == event.step or self._saved_before < announced <= event.step:

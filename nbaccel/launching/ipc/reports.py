@@ -172,6 +172,7 @@ class RankFailure:
         error: The user's exception if it could be sent, otherwise None.
         peers: One sentence on the end of the others.
         is_everyones: All ranks failed with the same error.
+        node: The machine that the rank ran on; empty if all ran on this one.
     """
 
     rank: int
@@ -180,6 +181,7 @@ class RankFailure:
     error: BaseException | None = None
     peers: str = ""
     is_everyones: bool = False
+    node: str = ""
 
     def exception(self, cell_name: Naming | None = None, hint: str = "") -> BaseException:
         """Return the exception to raise in the kernel: the user's class, rendered with the rank's own traceback.
@@ -212,7 +214,7 @@ class RankFailure:
     def _who(self) -> str:
         if self.is_everyones:
             return f"all {self.world_size} ranks"
-        return f"rank {self.rank} of {self.world_size}"
+        return f"rank {self.rank} of {self.world_size}{self.node and f' on {self.node}'}"
 
     def render(self, cell_name: Naming | None = None) -> list[str]:
         """Return the traceback as lines of text; `cell_name` turns the file name of a cell into "Cell In[5]"."""

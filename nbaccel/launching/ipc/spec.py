@@ -32,6 +32,7 @@ from nbaccel.options.flag_effects import GivenFlag
 
 __all__ = [
     "Devices",
+    "ForkServer",
     "FunctionTask",
     "LaunchSpec",
     "ProgramLimit",
@@ -350,6 +351,11 @@ class Devices:
         ranks = range(self.num_processes) if self.gpus else ()
         return tuple(f"GPU {number_spans([gpu.index for gpu in self.of_rank(rank)])}" for rank in ranks)
 
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Return the machine of each rank; empty if all are on this one."""
+        return ()
+
     def environ(self) -> dict[str, str]:
         """Return the variables that show every rank these devices, in their order.
 
@@ -424,6 +430,29 @@ PartName = tuple[str, str]
 """A `RankPart`, as "module:class", and its argument."""
 
 
+class ForkServer(Protocol):
+    """A process that starts ranks when it is asked to."""
+
+    def get_ready(self) -> None:
+        """Wait until it can.
+
+        Raises:
+            LaunchRefused: It cannot.
+        """
+
+    def fork(self, boots: Sequence[WorkerBoot], reference: str, payload: Payload) -> list[Any]:
+        """Start one rank for each boot record, all or none, and return their `WorkerProcess`es.
+
+        Args:
+            boots: The boot records, in the order of ranks.
+            reference: The class of their task, see `Task`.
+            payload: The packed task.
+
+        Raises:
+            LaunchRefused: No rank was started.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """One run.
@@ -450,6 +479,7 @@ class LaunchSpec:
         ends_waiting: Whether a run in which all ranks wait in collectives, and none goes on, is ended after a few
             seconds.
         parts: What features add to the ranks, see `RankPart`.
+        fork_server: Starts the ranks of `start` "nodes", on other machines; None for ranks of this one.
     """
 
     task: Task
@@ -469,6 +499,7 @@ class LaunchSpec:
     restarts_ranks: bool = False
     ends_waiting: bool = False
     parts: tuple[PartName, ...] = ()
+    fork_server: ForkServer | None = None
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
@@ -503,6 +534,7 @@ class WorkerBoot:
         run_nonce: Marks places in the output pipe where a rich message belongs.
         store_path: The file through which the ranks of the run find each other.
         parts: See `LaunchSpec`.
+        address: This machine's address for ranks on other machines; empty if all ranks are here.
     """
 
     world: World
@@ -519,6 +551,7 @@ class WorkerBoot:
     stderr_fd: int
     page_fd: int
     ring_fd: int
+    address: str = ""
 
     FDS: ClassVar[tuple[str, ...]] = ("kernel_pidfd", "channel_fd", "stdout_fd", "stderr_fd", "page_fd", "ring_fd")
 

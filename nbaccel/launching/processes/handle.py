@@ -38,6 +38,7 @@ class WorkerHandle:
         self.was_killed = False  # by the kernel
         self.was_interrupted = False  # by the kernel, with SIGINT
         self.is_looked_at = False  # it failed, and has not reported yet: the user is in its debugger
+        self.lost = ""  # why the machine that it ran on was given up
         self.released_at: float | None = None
         self.segments: set[str] = set()  # NCCL's shared memory, which it can no longer free itself
         self.stays = stays

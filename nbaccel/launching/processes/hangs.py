@@ -27,6 +27,7 @@ from nbaccel.launching.processes.handle import WorkerHandle
 __all__ = [
     "Hang",
     "HangWatch",
+    "ask_for_stack",
 ]
 
 _NOTICE_S = 30.0
@@ -144,7 +145,7 @@ class _Question:
         self._has_signalled = False
         self.due_at = now + _ANSWER_S
         for member in members:
-            _ring(question_path(store_path, member.rank))
+            ask_for_stack(question_path(store_path, member.rank))
 
     def is_over(self, now: float) -> bool:
         """Return whether all have answered, or their time is over."""
@@ -176,8 +177,8 @@ class _Question:
         return stack_path(self._store_path, member.rank)
 
 
-def _ring(path: str) -> None:
-    """Write a byte into the FIFO at `path`, if a process reads it."""
+def ask_for_stack(path: str) -> None:
+    """Ask a rank for its stack: write a byte into the FIFO at `path`, if a process reads it."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # the rank has just begun, or has ended

@@ -6,6 +6,7 @@ run is its record, `launching/run.Run`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,8 @@ class RankResults:
         why_not_again: Why the rank that failed first was not started again, see `RestartRanks`; empty in other runs.
         raised: The exception in the kernel that ended it, as an interrupt does; it is the caller's.
         has_written: They have written some.
+        nodes: By rank, the machine that it ran on; empty if all ran on this one.
+        lost: By rank, why the machine that it ran on was given up; empty if it was not.
 
     Attributes:
         joined: The sharded tensors of which its ranks have sent rows.
@@ -83,6 +86,8 @@ class RankResults:
     why_not_again: str = ""
     raised: BaseException | None = None
     has_written: bool = False
+    lost: list[str] = field(default_factory=list)
+    nodes: Sequence[str] = ()
     joined: JoinedTensors = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +97,10 @@ class RankResults:
     def ended_by(self) -> int | None:
         """Return the rank whose failure ended the run; None if none failed, or the run was ended otherwise."""
         return None if self.is_interrupted or self.is_timed_out else self.first_failed
+
+    def node_of(self, rank: int) -> str:
+        """Return the machine that a rank ran on; empty if all ran on this one."""
+        return self.nodes[rank] if self.nodes else ""
 
     def needs_rows(self, rank: int) -> bool:
         """Return whether `rank` has sent rows of sharded tensors, so that those of the other ranks are needed too."""

@@ -121,6 +121,7 @@ class HandOver(KeepRunning):
         page.stop(hands_over=True)
 
     def advance(self, now: float) -> None:
+        self._page.answer()
         if not self._is_over:
             waiting = [each for each in self.members if each.is_working and not self._page.has_heard(each.rank)]
             positions = [self._page.read(each.rank) for each in waiting]
@@ -260,6 +261,7 @@ class StopAtStep(ShutdownPolicy):
         return FINISHING_CALLS if all(map(self._page.is_calling, busy)) else FINISHING
 
     def advance(self, now: float) -> None:
+        self._page.answer()
         if self._results_at is None and not self.members[0].is_working:
             self._results_at = now
         for member in self.members:

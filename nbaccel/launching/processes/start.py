@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launching.ipc.spec import LaunchSpec, Task, WorkerBoot
+from nbaccel.launching.ipc.spec import ForkServer, LaunchSpec, Task, WorkerBoot
 from nbaccel.launching.processes.attached_debugger import fork, leave_debugger
 from nbaccel.launching.processes.calling_thread import CallingThread
 from nbaccel.launching.processes.handle import WorkerProcess
 from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.launching.processes.shutdown import endable
-from nbaccel.launching.processes.zygote import Zygote
 from nbaccel.launching.rank.connections import Connections
 from nbaccel.launching.rank.inherited import what_closes_itself
 from nbaccel.launching.rank.jupyter import kernel_ports
@@ -219,11 +218,11 @@ class ZygoteStart:
     """Starts ranks as copies of a clean process with torch loaded; the names that they read are sent by pickle.
 
     Args:
-        zygote: Returns that process, which it starts anew if it is gone.
+        zygote: Returns that process, which it starts anew if it is gone; or what starts ranks on other machines.
         starts_again: Ranks may be started again later, so the packed values are kept until `close`.
     """
 
-    def __init__(self, zygote: Callable[[], Zygote], *, starts_again: bool = False) -> None:
+    def __init__(self, zygote: Callable[[], ForkServer], *, starts_again: bool = False) -> None:
         self._zygote = zygote
         self._starts_again = starts_again
         self._payload: Payload | None = None

@@ -317,6 +317,10 @@ class Supervisor:
                     self._has_quit = True
                 case "post_mortem":
                     member.is_looked_at = True
+                case "say":  # of a rank on another machine, by what connects it
+                    self._notice(message["text"])
+                case "lost":
+                    member.lost = f"node {message['node']} {message['why']}"
                 case "done":
                     member.report = RankReport.from_frame(message, fds)
                     if member.report.is_failure:
@@ -404,6 +408,8 @@ class Supervisor:
             reports=[member.report for member in self._members],
             exit_codes=self._worker_group.exit_codes,
             killed_by_us=[member.was_killed for member in self._members],
+            lost=[member.lost for member in self._members],
+            nodes=self._spec.devices.nodes,
             first_failed=first,
             is_interrupted=self._interrupts.count > self._handed_over or self._has_quit,
             is_timed_out=self._is_timed_out,

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from nbaccel.base.world import World
@@ -37,7 +37,9 @@ from nbaccel.namespace.inventory import no_collections
 from nbaccel.namespace.payload import Payload, pack, packages_in, unpack
 
 __all__ = [
+    "ForkingProcess",
     "Zygote",
+    "state_of_the_kernel",
     "torch_fingerprint",
 ]
 
@@ -58,25 +60,28 @@ def torch_fingerprint() -> tuple[str, float]:
         return (spec.origin, 0.0)
 
 
-class Zygote:
-    """The kernel's end: starts the process, requests ranks, ends it.
+class ForkingProcess:
+    """The kernel's end of a process that starts ranks on request.
 
-    Starting returns at once; the first `fork` waits until torch is loaded (1-2 s).
+    Starting it returns at once; the first `fork_for` waits until it is ready.
+
+    Args:
+        code: What it runs; `{path}` is the kernel's path, `{fd}` the channel, `{pidfd}` the kernel's.
+        kernel_pidfd: The descriptor by which it notices the end of the kernel.
+        ready_s: Seconds that it may take to answer.
     """
 
-    def __init__(self, kernel_pidfd: int, has_shell: bool) -> None:
-        self.fingerprint = torch_fingerprint()
+    def __init__(self, code: str, kernel_pidfd: int, ready_s: float = _START_TIMEOUT_S) -> None:
         mine, theirs = Channel.pair()
         self._channel = mine
         self._is_ready = False
         self._is_broken = False
+        self._ready_s = ready_s
         self._exits: dict[int, int] = {}
-        self._patches = PatchFinder()
         path = [entry for entry in sys.path if isinstance(entry, str)]  # Python itself uses no others
-        code = _BOOTSTRAP.format(path=path, fd=theirs.fileno(), pidfd=kernel_pidfd, shell=has_shell)
         with undebugged():
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-c", code.format(path=path, fd=theirs.fileno(), pidfd=kernel_pidfd)],
                 pass_fds=[theirs.fileno(), kernel_pidfd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -93,34 +98,41 @@ class Zygote:
 
     @property
     def is_usable(self) -> bool:
-        """Return whether the zygote lives, has answered every request, and has the torch that is installed now."""
-        return not self._is_broken and self._process.poll() is None and self.fingerprint == torch_fingerprint()
+        """Return whether the process lives, and has answered every request."""
+        return not self._is_broken and self._process.poll() is None
 
-    def fork(self, boots: Sequence[WorkerBoot], reference: str, payload: Payload) -> list[WorkerProcess]:
-        """Fork one rank per boot from the zygote.
+    def fork_for(
+        self,
+        boots: Sequence[WorkerBoot],
+        reference: str,
+        payload_fd: int,
+        state_fd: int,
+        surroundings: Mapping[str, Any],
+    ) -> list[WorkerProcess]:
+        """Start one rank per boot, for a kernel whose state was captured before, perhaps on another machine.
+
+        Args:
+            boots: The boot records.
+            reference: The class of the task, see `Task`.
+            payload_fd, state_fd: The packed task, and the packed state of the kernel.
+            surroundings: A `Surroundings`, as plain data.
 
         Raises:
-            LaunchRefused: The zygote could not start, or died.
+            LaunchRefused: The process died, or says why it starts none.
         """
-        self.get_ready()
-        kernel = {"state": KernelState.capture(), "patches": self._patches.find()}
-        state = pack(kernel | {"settings": LibrarySettings.capture()})
         try:
-            surroundings = dataclasses.asdict(Surroundings.capture())
             for boot in boots:
                 self._channel.send(
                     {"op": "fork", "boot": _boot_as_json(boot), "task": reference, "surroundings": surroundings},
-                    [*(getattr(boot, name) for name in WorkerBoot.FDS), payload.fd, state.fd],
+                    [*(getattr(boot, name) for name in WorkerBoot.FDS), payload_fd, state_fd],
                 )
             return self._forked(len(boots))
         except BaseException:
             self._is_broken = True  # the next request would read late answers to this one
             raise
-        finally:
-            os.close(state.fd)
 
     def _forked(self, count: int) -> list[WorkerProcess]:
-        """Return the ranks as the zygote reports them; all or none."""
+        """Return the ranks as the process reports them; all or none."""
         processes: list[WorkerProcess] = []
         try:
             for _ in range(count):
@@ -135,7 +147,7 @@ class Zygote:
         return processes
 
     def close(self) -> None:
-        """End the zygote and every rank it still has."""
+        """End the process and every rank it still has."""
         self._channel.close()
         try:
             self._process.wait(2.0)
@@ -144,13 +156,13 @@ class Zygote:
             self._process.wait()
 
     def get_ready(self) -> None:
-        """Wait until torch is loaded. An interrupt ends only this wait: the zygote goes on loading.
+        """Wait until it can start ranks. An interrupt ends only this wait: the process goes on loading.
 
         Raises:
-            LaunchRefused: The zygote could not start, or died.
+            LaunchRefused: It could not start, or died.
         """
         if not self._is_ready:
-            select.select([self._channel], [], [], _START_TIMEOUT_S)  # an interrupt here loses no part of a frame
+            select.select([self._channel], [], [], self._ready_s)  # an interrupt here loses no part of a frame
             self._receive("ready")
             self._is_ready = True
 
@@ -158,20 +170,30 @@ class Zygote:
         """Return the next frame of kind `op`; exits that arrive meanwhile are stored for later requests."""
         while True:
             try:
-                frame = self._channel.receive(_START_TIMEOUT_S)
+                frame = self._channel.receive(self._ready_s)
             except TimeoutError as error:
                 raise LaunchRefused(f"the process that starts ranks does not answer: {error}") from None
             if frame is None:
-                code = self._process.wait()
-                raise LaunchRefused(
-                    f"the process that starts ranks ended with exit code {code}; its messages are in the log of the "
-                    "Jupyter server. Can `python -c 'import torch'` run here?"
-                )
+                raise LaunchRefused(self._why_it_ended(self._process.wait()))
             message, fds = frame
-            if message["op"] == "exit":
-                self._exits[message["pid"]] = message["code"]
-            elif message["op"] == op:
+            self._take(message)
+            if message["op"] == "refused":
+                raise LaunchRefused(message["why"])
+            if message["op"] == op:
                 return message, fds
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """Note what the process says without being asked: the end of a rank, or that it can start no more."""
+        if message["op"] == "exit":
+            self._exits[message["pid"]] = message["code"]
+        elif message["op"] == "broken":
+            self._is_broken = True
+
+    def _why_it_ended(self, code: int) -> str:
+        return (
+            f"the process that starts ranks ended with exit code {code}; its messages are in the log of the "
+            "Jupyter server. Can `python -c 'import torch'` run here?"
+        )
 
     def _exit_code(self, pid: int) -> int:
         while pid not in self._exits:
@@ -180,10 +202,47 @@ class Zygote:
             except OSError:
                 frame = None
             if frame is None:
-                return -signal.SIGKILL  # the zygote is gone, and its ranks with it
-            if frame[0]["op"] == "exit":
-                self._exits[frame[0]["pid"]] = frame[0]["code"]
+                return -signal.SIGKILL  # the process is gone, and its ranks with it
+            self._take(frame[0])
         return self._exits.pop(pid)
+
+
+class Zygote(ForkingProcess):
+    """The kernel's end of the zygote of this machine, which is ready once torch is loaded (1-2 s)."""
+
+    def __init__(self, kernel_pidfd: int, has_shell: bool) -> None:
+        self.fingerprint = torch_fingerprint()
+        self._patches = PatchFinder()
+        super().__init__(_BOOTSTRAP.replace("{shell}", str(has_shell)), kernel_pidfd)
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether the zygote lives, has answered every request, and has the torch that is installed now."""
+        return super().is_usable and self.fingerprint == torch_fingerprint()
+
+    def fork(self, boots: Sequence[WorkerBoot], reference: str, payload: Payload) -> list[WorkerProcess]:
+        """Fork one rank per boot from the zygote.
+
+        Raises:
+            LaunchRefused: The zygote could not start, or died.
+        """
+        self.get_ready()
+        state = state_of_the_kernel(self._patches)
+        try:
+            surroundings = dataclasses.asdict(Surroundings.capture())
+            return self.fork_for(boots, reference, payload.fd, state.fd, surroundings)
+        finally:
+            os.close(state.fd)
+
+
+def state_of_the_kernel(patches: PatchFinder) -> Payload:
+    """Return what ranks that are no copies of this kernel get of it, packed; the caller closes it.
+
+    Args:
+        patches: Finds what the notebook has changed in libraries.
+    """
+    found = {"state": KernelState.capture(), "patches": patches.find(), "settings": LibrarySettings.capture()}
+    return pack(found)
 
 
 def _boot_as_json(boot: WorkerBoot) -> dict[str, Any]:

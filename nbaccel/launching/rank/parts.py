@@ -50,7 +50,7 @@ class RankParts:
         self.flags = FlagWatch(world.rank, training.wrappers, is_dry=settings.dry_run is not None)
         self._parts: list[RankPart] = [
             self.cut,  # first: it forms groups anew that the others use, and hears of an error before they change it
-            ProcessGroups(boot.store_path, world, page),
+            ProcessGroups(boot.store_path, world, page, boot.address),
             OtherLibraries(world, sees_one_card=boot.sees_one_card),  # after the groups, which they form
             ShardedResults(self.cut),
             *(load_named(name)(argument) for name, argument in boot.parts),  # before `OneFile`, which they look through

@@ -16,8 +16,10 @@ import importlib
 import itertools
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
@@ -47,6 +49,7 @@ __all__ = [
     "StacksOnRequest",
     "keep_ended_groups",
     "meet_in_file",
+    "meet_over_the_network",
     "raise_oom_score",
     "restore_signals",
     "why_this_fork_fails",
@@ -178,6 +181,62 @@ def meet_in_file(path: str, world: World, may_meet: Callable[[], None] = lambda:
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     rendezvous._rendezvous_handlers["env"] = handler
 
+
+def meet_over_the_network(path: str, world: World, address: str) -> None:
+    """Let `env://` in this process yield a store that ranks on other machines reach too.
+
+    Rank 0 has it, at one address of its machine alone, and writes that address with the port into `path`; the agents
+    take the file to the other machines. torch's store has no password: docs/design/security.md.
+
+    Args:
+        path: A file of the run on this machine.
+        world: The world of the ranks.
+        address: This machine's address for the others.
+    """
+    generations = itertools.count()
+    stores: list[Any] = []
+
+    def handler(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        from torch.distributed import PrefixStore
+
+        if not stores:
+            stores.append(_shared_store(path, world, address, timeout))
+        stores[0].set_timeout(timeout)
+        yield PrefixStore(str(next(generations)), stores[0]), world.rank, world.world_size
+
+    importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers["env"] = handler
+
+
+def _shared_store(path: str, world: World, address: str, timeout: timedelta) -> Any:
+    from torch.distributed import TCPStore
+
+    if world.rank == 0:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, 0), family=family)
+        port = listening.getsockname()[1]
+        # Given a port, the store would listen on every interface.
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+            use_libuv=False,
+        )
+        with open(f"{path}.new", "w", encoding="ascii") as file:
+            file.write(f"{address} {port}")
+        os.replace(f"{path}.new", path)
+        return store
+    # Ended by rank 0's address; if rank 0 fails, by the kernel, which ends the run.
+    while not os.path.exists(path):
+        time.sleep(_MEET_POLL_S)
+    with open(path, encoding="ascii") as file:
+        host, port_there = file.read().split()
+    return TCPStore(host, int(port_there), is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+_MEET_POLL_S = 0.01
 
 # The highest score is chosen: https://manpages.debian.org/unstable/manpages/proc_pid_oom_score.5.en.gz.
 RANK, CHILD_OF_RANK = 900, 1000
@@ -333,19 +392,24 @@ def _autograd_refuses() -> bool:
 
 
 class ProcessGroups(RankPart):
-    """Lets the ranks of this machine meet in a file, and their groups end without a hang.
+    """Lets the ranks meet in a file, or over the network, and their groups end without a hang.
 
     Args:
         store_path, world: See `meet_in_file`.
+        address: This machine's address for ranks on other machines; empty if all are here.
     """
 
-    def __init__(self, store_path: str, world: World, page: ControlPage) -> None:
+    def __init__(self, store_path: str, world: World, page: ControlPage, address: str = "") -> None:
         self._store_path = store_path
         self._world = world
         self._page = page
+        self._address = address
 
     def install(self) -> None:
-        meet_in_file(self._store_path, self._world, self._refuse_to_meet)
+        if self._address:
+            meet_over_the_network(f"{self._store_path}.address", self._world, self._address)
+        else:
+            meet_in_file(self._store_path, self._world, self._refuse_to_meet)
         keep_ended_groups()
 
     def _refuse_to_meet(self) -> None:

@@ -13,6 +13,7 @@ joined, `atexit` handlers run, streams are flushed. Ranks of notebooks end in th
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import os
 import random
@@ -29,11 +30,14 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.rank.lifetime import end_as_the_interpreter
+from nbaccel.options.flag_effects import ProgramKind
 
 __all__ = ["FLAGS", "main"]
 
 FLAGS = "--nbaccel-flags"
 """The word before the flags of the launch, as `flag_effects.as_json` writes them."""
+
+_EXPORTED = "ExportedCell("
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
 _CAUSE_FIRST_S = 3.0
@@ -52,7 +56,7 @@ def main(words: Sequence[str]) -> NoReturn:
     """
     status = 0
     if words[0] == FLAGS:
-        _watch_flags(words[1])
+        _watch_flags(words[1], words[2])
         words = words[2:]
     _seed()
     try:
@@ -69,15 +73,23 @@ def main(words: Sequence[str]) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-def _watch_flags(flags: str) -> None:
+def _watch_flags(flags: str, program: str) -> None:
     """Have the program told which flags of the launch have no effect above its loop."""
     from nbaccel.launching.rank.flag_watch import FlagWatch
     from nbaccel.launching.rank.separate_trainings import note_wrappers
-    from nbaccel.options.flag_effects import ProgramKind, flags_of_json
+    from nbaccel.options.flag_effects import flags_of_json
 
     world, wrappers = World.from_env(), weakref.WeakSet[Any]()
     note_wrappers(wrappers)
-    FlagWatch(world.rank, wrappers).watch(flags_of_json(flags), world.is_main_process, ProgramKind.SCRIPT)
+    FlagWatch(world.rank, wrappers).watch(flags_of_json(flags), world.is_main_process, _kind_of(program))
+
+
+def _kind_of(program: str) -> ProgramKind:
+    """Return the kind of a program: one that a notebook has exported has the setup of cells, as a function has."""
+    with contextlib.suppress(OSError), open(program, encoding="utf-8", errors="replace") as file:
+        if _EXPORTED in file.read():
+            return ProgramKind.FUNCTION
+    return ProgramKind.SCRIPT
 
 
 def _seed() -> None:

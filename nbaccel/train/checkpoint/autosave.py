@@ -142,23 +142,28 @@ class _Leading(_Alone):
     """Schedule of rank 0: announces the next step when the time is over, and saves before it.
 
     It is not asked about every step: where an epoch has two steps, about every second one. So it saves before the first
-    step that it is asked about from the announced one on, as the other ranks do.
+    step that it is asked about from the announced one on, as the other ranks do. A launcher may choose a later one.
     """
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
         self._announced: int | None = None
+        self._following = _Following()
+        self._is_chosen = False
 
     def is_due(self, step: int) -> bool:
         if self._announced is None:
             if super().is_due(step):
                 self._announced = step + 1
-                emit(SaveDue(self._announced))
+                emit(SaveDue(self._announced, self._choose))
             return False
-        if step < self._announced:
+        if not (self._following.is_due(step) if self._is_chosen else step >= self._announced):
             return False
         self._announced = None
         return True
+
+    def _choose(self) -> None:
+        self._is_chosen = True
 
 
 class _Following:

@@ -7,6 +7,7 @@ rank, where it finds the rank's own world. States share nothing: a second one do
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 from typing import Any, ClassVar, Self
@@ -25,6 +26,7 @@ __all__ = [
     "AcceleratorState",
     "PartialState",
     "current_world",
+    "forget_worlds",
     "is_initialized",
 ]
 
@@ -200,6 +202,13 @@ class AcceleratorState(PartialState):
 def is_initialized() -> bool:
     """Return whether this process has made an Accelerator or an `AcceleratorState`."""
     return AcceleratorState._was_made
+
+
+def forget_worlds() -> None:
+    """Let every state of this process read its world again at its next use: the process has become a rank since."""
+    for each in gc.get_objects():
+        if issubclass(type(each), PartialState):
+            each._pid = 0
 
 
 def current_world() -> World:

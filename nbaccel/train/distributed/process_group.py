@@ -395,19 +395,18 @@ def _meet(store: Any, world: World, timeout: timedelta) -> None:
     emit(CollectiveEntered("forming the process group"))
     store.set(f"here/{world.rank}", "1")
     everyone = [f"here/{rank}" for rank in range(world.world_size)]
-    waited = timedelta(0)
-    while True:
-        try:
-            store.wait(everyone, min(_LOOK_UP, timeout))
-            return
-        except RuntimeError:  # "Wait timeout"; a lost store raises in the check below
+    began = said = time.monotonic()
+    while not store.check(everyone):  # whose `wait`, in a store over the network, prints warnings of its own
+        time.sleep(_MEET_POLL_S)
+        now = time.monotonic()
+        if now > began + timeout.total_seconds():
             missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
-            waited += _LOOK_UP
-            if waited >= timeout and missing:
-                raise TimeoutError(
-                    f"{world.place} waited {timeout.total_seconds():g} s for ranks {missing} to form the process group"
-                ) from None
-        emit(Waiting("forming the process group", waited.total_seconds()))
+            raise TimeoutError(
+                f"{world.place} waited {timeout.total_seconds():g} s for ranks {missing} to form the process group"
+            )
+        if now > said + _LOOK_UP_S:
+            said = now
+            emit(Waiting("forming the process group", now - began))
 
 
 process_group = ProcessGroup()
@@ -417,6 +416,7 @@ LIMIT_S = 60.0
 """NCCL connects eight devices in about a second; a bad connection does not improve."""
 
 _LOOK_UP_S = 0.5
+_MEET_POLL_S = 0.01
 _ABORT_S = 5.0
 _LARGE = 1 << 20
 """Numbers, in 4 MB: more than NCCL sends by its protocols for short messages."""
