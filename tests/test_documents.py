@@ -244,8 +244,9 @@ def _short(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds < 1 else f"{seconds:.0f}"
 
 
-def test_what_somebody_sees_when_things_go_wrong_is_something_that_nbaccel_says() -> None:
-    page = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+@pytest.mark.parametrize("name", ["troubleshooting", "cluster"])
+def test_what_somebody_sees_when_things_go_wrong_is_something_that_nbaccel_says(name: str) -> None:
+    _, _, page = (REPOSITORY / "docs" / f"{name}.md").read_text().rpartition("| you see |")
     seen = re.findall(r"^\| [^|]*?`([^`]+)`", page, re.M)
     assert len(seen) >= 10
     sources = [*(REPOSITORY / "nbaccel").rglob("*.py"), *(REPOSITORY / "tests").rglob("test_*.py")]

@@ -249,6 +249,25 @@ def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environmen
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_a_cell_trains_on_two_nodes_and_what_is_lost_is_named(environment: Environment, tmp_path: Path) -> None:
+    notebook = run("15_several_machines.ipynb", environment, tmp_path, num_processes=4)
+    said = text(notebook)
+    assert "4 ranks: 2 on east (CPU), 2 on west (CPU)" in said
+    assert "rank 3: node 1, local rank 1" in said
+    assert "loader: each of 20 batches split over 4 ranks; gradients of model (2.4 k) averaged" in said
+    found = re.search(r"accuracy (\d\.\d+), the same object: True, Classifier", said)
+    assert found is not None
+    assert float(found[1]) > 0.85
+    of_a_rank, of_a_node = [output for output in outputs(notebook) if output.output_type == "error"]
+    assert of_a_rank.ename == "IndexError"
+    assert "on rank 3 of 4" in "\n".join(of_a_rank.traceback)
+    assert "node west is gone: its connection has ended, where ranks 2, 3 of 4 ran" in of_a_node.evalue
+    assert "rank 3 is here" in said
+    assert "the agents on east, west have ended" in said
+
+
+@pytest.mark.full
 def test_adapters_beside_four_bits_are_trained_resumed_and_merged(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     said = text(run("13_fine_tune_a_4_bit_model.ipynb", NEWEST, tmp_path, num_processes=2))

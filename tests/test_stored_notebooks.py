@@ -29,6 +29,7 @@ SHOWN = {
     "12_check_and_speed.ipynb": "accelerator.gather counts 23 samples twice",
     "13_fine_tune_a_4_bit_model.ipynb": "the second epoch as before: True",
     "14_six_traps.ipynb": "batch inside of accumulate: weights are equal: True",
+    "15_several_machines.ipynb": "the same object: True, Classifier",
 }
 """Of each notebook something that it is there to show."""
 

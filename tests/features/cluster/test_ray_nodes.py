@@ -1,0 +1,147 @@
+"""Ranks on the nodes of a Ray cluster: two machines of tests, with a head in a third namespace that lets in by a token.
+
+The notebook's side is a script in the head's namespace, since Ray reaches it by the network, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from features.cluster.machines import FRONT, HOSTS, Machines, NoMachines, two_machines
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
+
+PORT = 26379
+ADDRESS = f"ray://{FRONT}:{PORT}"
+
+SCRIPT = """
+import json, os, sys, time
+import torch
+import nbaccel
+from nbaccel import Accelerator
+
+def where(factor):
+    accelerator = Accelerator(cpu=True)
+    total = accelerator.reduce(torch.ones(1) * accelerator.process_index, "sum")
+    return factor * int(total), os.environ["NODE_RANK"], os.environ["GLOO_SOCKET_IFNAME"]
+
+def fails():
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == 3:
+        raise ZeroDivisionError("of rank 3")
+    accelerator.wait_for_everyone()
+
+def told(act):
+    began = time.monotonic()
+    try:
+        said = act()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    print(json.dumps([said, time.monotonic() - began]), flush=True)
+
+if __name__ == "__main__":
+    for address in sys.argv[1:]:
+        launch = lambda function, *args: nbaccel.launch(function, 4, args, cpu=True, nodes=address).values
+        told(lambda: launch(where, 10))
+        told(lambda: launch(where, 1))
+        told(lambda: launch(fails))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machines, Path, dict[str, str]]]:
+    """The machines with Ray on them, a folder for scripts, and the environment that its token is in."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'nbaccel[ray]'")
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / ".ray").mkdir()
+    (folder / ".ray" / "auth_token").write_text("0123456789" * 4)
+    environ = {
+        **os.environ,
+        "HOME": str(folder),
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--object-store-memory=100000000", "--block"]
+    ray += ["--disable-usage-stats"]
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(machines: Machines, host: str, *words: str) -> None:
+        command = ["ip", "netns", "exec", machines.spaces[host], *ray, *words]
+        with (folder / f"{host}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(command, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder)
+            )
+
+    try:
+        with two_machines(tmp_path_factory.mktemp("machines")) as machines:
+            try:
+                head = ["--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false"]
+                start(machines, "front", *head, f"--node-ip-address={FRONT}", f"--temp-dir={folder}/t")
+                _wait_for(folder / "front.log", "Ray runtime started")
+                for host, address in HOSTS.items():
+                    start(machines, host, f"--address={FRONT}:{PORT}", f"--node-ip-address={address}", "--num-cpus=2")
+                    _wait_for(folder / f"{host}.log", "Ray runtime started")
+                yield machines, folder, environ
+            finally:
+                for process in processes:
+                    process.terminate()
+                for process in processes:
+                    process.wait(30)
+    except NoMachines as error:
+        pytest.skip(f"no machines can be made here: {error}")
+
+
+def _wait_for(log: Path, text: str) -> None:
+    deadline = time.monotonic() + 90
+    while text not in log.read_text(errors="replace"):
+        assert time.monotonic() < deadline, log.read_text(errors="replace")
+        time.sleep(0.2)
+
+
+def run(cluster: tuple[Machines, Path, dict[str, str]], *addresses: str, **environ: str) -> list[Any]:
+    """What the script has said, and in how many seconds, line by line."""
+    machines, folder, known = cluster
+    (folder / "script.py").write_text(SCRIPT)
+    command = ["ip", "netns", "exec", machines.spaces["front"], sys.executable, str(folder / "script.py"), *addresses]
+    done = subprocess.run(
+        command, env={**known, **environ}, cwd=folder, capture_output=True, text=True, timeout=200, check=False
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(said) == 3 * len(addresses), done.stdout + done.stderr
+    return said
+
+
+def test_ranks_on_rays_nodes_meet_and_a_second_launch_is_quick(cluster: Any) -> None:
+    first, second, failed = run(cluster, ADDRESS)
+    assert [total for total, _, _ in first[0]] == [60] * 4
+    assert [node for _, node, _ in first[0]] == ["0", "0", "1", "1"]
+    assert {interface for _, _, interface in first[0]} == {"eth0"}
+    assert second[0][0][0] == 6
+    assert second[1] < 10
+    assert failed[0] == "ZeroDivisionError: of rank 3"
+
+
+def test_what_leads_to_no_cluster_is_refused_within_seconds(cluster: Any) -> None:
+    said = run(cluster, f"ray://{FRONT}:1", "ray://nowhere")
+    assert all(seconds < 12 for _, seconds in said)
+    assert said[0][0].startswith(f"LaunchRefused: nobody listens at {FRONT}:1 (Connection refused)")
+    assert said[3][0].startswith("LaunchRefused: --nodes ray://HOST:PORT names a cluster by its head's address")
+
+
+@pytest.mark.parametrize("environ", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "wrong" * 8}])
+def test_without_the_clusters_token_nobody_gets_in_and_is_told_why(cluster: Any, environ: dict[str, str]) -> None:
+    text, seconds = run(cluster, ADDRESS, **environ)[0]
+    assert text.startswith("LaunchRefused: ")
+    assert "token" in text
+    assert seconds < 15
