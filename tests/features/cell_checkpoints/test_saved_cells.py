@@ -137,7 +137,8 @@ TWO_LOADERS = LOOP.replace(
 ).replace("(inputs), targets", "(inputs) + 0.1 * model(more), targets")
 STREAM = """
 class Noise(torch.utils.data.IterableDataset):
-    generator = torch.Generator().manual_seed(7)
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(7)
     def __iter__(self):
         for _ in range(32):
             inputs = torch.randn(3, dtype=torch.double, generator=self.generator)
