@@ -35,7 +35,7 @@ _TABLE = {  # "module:object", below this package
     "%accelerate nodes": "cluster.cell_mode:show_nodes",
     "launch(nodes=...)": "cluster.cell_mode:launch_on_nodes",
     # rows of the doctor's report
-    "doctor: nodes": "cluster.ways:ways_to_nodes",
+    "doctor: nodes": "cluster.node_environment:ways_to_nodes",
     # tasks of ranks
     "a cell that saves itself": "cell_checkpoints.saving_task:SavingCellTask",
     # setups of ranks

@@ -22,7 +22,7 @@ from nbaccel.base.notices import without_our_frames
 from nbaccel.base.settings import STOP
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts
-from nbaccel.errors import ResultsMissing, RunStopped
+from nbaccel.errors import LaunchRefused, ResultsMissing, RunStopped
 from nbaccel.features import feature
 from nbaccel.launching.diagnosis import PostMortem, failed_alike
 from nbaccel.launching.earlier_models import refuse_what_stays_here
@@ -152,6 +152,10 @@ def launch(
     if nodes is None:
         plan = replace(planned(options, task, survey), own=options, words=_ARGUMENTS)
         spec = plan.spec(task, setup, wants_results=True)
+    elif free_kernel:
+        raise LaunchRefused(
+            "free_kernel=True is about this machine's GPUs, and nodes has ranks elsewhere: leave one out."
+        )
     else:
         spec = feature("launch(nodes=...)")(options, task, default_launcher().resources, setup, _ARGUMENTS)
     if spec.start.method == "inline":

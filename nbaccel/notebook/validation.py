@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from IPython.core.error import UsageError
 
-from nbaccel.base.settings import CHECKPOINT_DIR
+from nbaccel.base.settings import CHECKPOINT_DIR, SHRINK
 from nbaccel.errors import LaunchRefused
 from nbaccel.options.run_options import RunOptions
 
@@ -41,6 +41,7 @@ _GIVEN: dict[str, Callable[[RunOptions], bool]] = {
     "--speed": lambda options: options.speed is not None,
     "--nodes": lambda options: options.nodes is not None,
     "--start": lambda options: options.start is not None,
+    "--oom shrink": lambda options: options.oom == SHRINK,
     "--devices": lambda options: options.devices is not None,
 }
 """Requests that may exclude others, and the test for each."""
@@ -101,6 +102,7 @@ EXCLUSIONS = (
     Exclusion("--nodes", "--speed", "trials are of this machine"),
     Exclusion("--nodes", "--start", "ranks of other machines have one way to start"),
     Exclusion("--nodes", "--devices", "each node shows its ranks its own GPUs"),
+    Exclusion("--nodes", "--oom shrink", "a run on several machines is not started again for memory"),
     Exclusion("--nodes", "--free-kernel", "the notebook's models are on this machine's GPUs"),
     Exclusion("--speed", "--pdb", "a trial is ended as soon as its speed is known"),
 )

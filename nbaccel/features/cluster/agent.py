@@ -64,7 +64,6 @@ class RemoteRank:
         self.channel: Channel = ends.channel
         self.outputs = {"stdout": ends.out_fd, "stderr": ends.err_fd}
         self.process = process
-        self.pieces: dict[int, int] = {}  # memory that comes with the next message, by its number
         self.stacks_read = 0
         for fd in self.outputs.values():
             os.set_blocking(fd, False)
@@ -72,10 +71,9 @@ class RemoteRank:
     def close(self) -> None:
         """Release what is left."""
         self.channel.close()
-        for fd in [*self.outputs.values(), *self.pieces.values()]:
+        for fd in self.outputs.values():
             os.close(fd)
         self.outputs.clear()
-        self.pieces.clear()
 
 
 class NodeRun:
@@ -86,7 +84,7 @@ class NodeRun:
         payload_fd, state_fd: The packed task, and the packed state of the kernel.
         resources: The agent's.
         zygote: Starts the ranks.
-        send: Sends a frame to the relay.
+        writer: Leads to the relay.
     """
 
     def __init__(

@@ -207,6 +207,8 @@ def launch_on_nodes(
     for argument, value in (("start_method", options.start), ("devices", options.devices)):
         if value not in (None, AUTO):
             raise LaunchRefused(f"{argument}={value!r} is about ranks of this machine: leave it out, or nodes.")
+    if options.oom != STOP:
+        raise LaunchRefused("oom='shrink' and nodes: a run on several machines is not started again for memory.")
     cluster, nodes = connected(options, resources)
     plan = LaunchPlan.of(options, task, survey_of(Survey.take(), nodes), _ELSEWHERE)
     plan = plan_on_nodes(plan, nodes, cluster, options.world_size is not None)

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
 
 from nbaccel.features.cluster.routes import address_towards
 
-__all__ = ["ADDRESS", "SSH", "be_quiet", "known_address", "own_environment", "ray_cluster", "slurm_nodes", "ssh_words"]
+__all__ = [
+    "ADDRESS",
+    "SSH",
+    "be_quiet",
+    "known_address",
+    "own_environment",
+    "ray_cluster",
+    "slurm_nodes",
+    "ssh_words",
+    "ways_to_nodes",
+]
 
 SSH = "NBACCEL_SSH"
 """Variable with the words to run in place of `ssh`, such as "ssh -F cluster.conf"."""
@@ -60,3 +72,16 @@ def be_quiet() -> None:
     """Choose what nobody has: that torch's store is silent of peers without a name, and that Ray reports no usage."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def ways_to_nodes() -> str:
+    """Return in words which of ssh, Ray and Slurm `--nodes` could use here, without any variable's value."""
+    words = ssh_words()
+    name = "ssh" if words == ["ssh"] else SSH
+    by_ssh = name if words and shutil.which(words[0]) else f"no {name}"
+    try:
+        by_ray = f"Ray {version('ray')}"
+    except PackageNotFoundError:
+        by_ray = "no Ray (pip install 'nbaccel[ray]')"
+    by_slurm = "an allocation of Slurm" if slurm_nodes() else "no allocation of Slurm"
+    return f"{by_ssh}; {by_ray}; {by_slurm}"

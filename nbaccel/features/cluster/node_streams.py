@@ -38,8 +38,11 @@ class NodeStream(Protocol):
     def why(self) -> str:
         """Return what is known about the end of the connection, as half a sentence; empty if nothing is."""
 
+    def hang_up(self) -> None:
+        """End the connection; the agent ends with it. A second call changes nothing."""
+
     def close(self) -> None:
-        """End the connection; the agent ends with it."""
+        """Hang up, and release what is left."""
 
 
 class NodeTransport(Protocol):
@@ -60,7 +63,6 @@ class PipeNodes:
     Args:
         names: The nodes.
         commands: For each node the words of the command that runs its last word, a line for a shell, on that node.
-        shell_line: That line.
     """
 
     names: Sequence[str]
@@ -134,11 +136,16 @@ class PipeStream:
         code = self._process.poll()
         return f"exit code {code}" if code is not None and code > 0 and code != _OF_SSH else ""
 
-    def close(self) -> None:
-        """Close the pipes, which ends the agent; the command gets a second to end."""
+    def hang_up(self) -> None:
+        """Close the pipes, which ends the agent."""
         for fd in (self.write_fd, self.read_fd):
-            with contextlib.suppress(OSError):
+            if fd >= 0:
                 os.close(fd)
+        self.write_fd = self.read_fd = -1
+
+    def close(self) -> None:
+        """Hang up; the command gets a second to end."""
+        self.hang_up()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -98,13 +98,18 @@ class RayStream:
         """Return what Ray has said about the end."""
         return self._why
 
+    def hang_up(self) -> None:
+        """Close this side, which ends nothing yet."""
+        for fd in (self.read_fd, self.write_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.read_fd = self.write_fd = -1
+
     def close(self) -> None:
         """End the actor, and its agent with it."""
         import ray
 
-        for fd in (self.read_fd, self.write_fd):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        self.hang_up()
         with contextlib.suppress(Exception):  # it is gone
             ray.kill(self._actor)
 

@@ -134,7 +134,7 @@ class Member:
         self.is_through = False  # the kernel knows
         here, there = socket.socketpair()
         self.line = here
-        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until the stand-in can pass them on
+        signal.pthread_sigmask(signal.SIG_BLOCK, stand_in.PASSED_ON)  # until the stand-in can pass them on
         try:
             with there:
                 self.stand_in = subprocess.Popen(
@@ -147,7 +147,7 @@ class Member:
                     cwd="/",
                 )
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, stand_in.PASSED_ON)
         here.setblocking(False)
 
     def send(self, message: dict[str, Any], count: int = 0) -> None:
@@ -172,9 +172,6 @@ class Member:
         self.memory.clear()
         self.line.close()
         self.stand_in.wait()
-
-
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(slots=True)
@@ -296,6 +293,8 @@ class Relay:
         self._is_over = True
 
     def _close(self) -> None:
+        for node in self._nodes:  # all of them first: an agent may take a second to end
+            node.stream.hang_up()
         if self._run is not None:
             self._run.close()
         for node in self._nodes:
@@ -621,7 +620,13 @@ class Relay:
 
     def _ask_for_meeting_place(self) -> None:
         """Ask the first node, where all ranks meet, for its address on the way to the second one."""
-        known = [address_of(node) for node in self._nodes]
+        try:
+            known = [address_of(node) for node in self._nodes]
+        except OSError as error:
+            self._refuse(
+                f"the address of a node is not known ({error.strerror}): name it as this machine can resolve it."
+            )
+            return
         alone = [node.name for node, address in zip(self._nodes, known, strict=True) if is_loopback(address)]
         if alone and len(alone) < len(known) and alone != [self._nodes[0].name]:
             self._refuse(
@@ -750,7 +755,7 @@ def main(channel_fd: int, kernel_pidfd: int, wanted: dict[str, Any]) -> None:
     Args:
         channel_fd: Its end of the channel to the kernel.
         kernel_pidfd: See `Relay`.
-        wanted: The nodes: `kind`, `hosts` and `options`.
+        wanted: The nodes, see `nodes.wanted_of`.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -761,7 +766,6 @@ def main(channel_fd: int, kernel_pidfd: int, wanted: dict[str, Any]) -> None:
         "ssh": lambda: PipeNodes.by_ssh(wanted["hosts"], wanted["ssh"]),
         "slurm": lambda: PipeNodes.by_srun(wanted["hosts"]),
         "ray": lambda: RayNodes(wanted["address"]),
-        "commands": lambda: PipeNodes(wanted["hosts"], wanted["commands"]),
     }
     Relay(Channel.from_fd(channel_fd), kernel_pidfd, transports[wanted["kind"]](), wanted["silence_s"]).serve()
     os._exit(0)  # threads of Ray may wait for a cluster that does not answer

@@ -12,9 +12,10 @@ import signal
 import socket
 import sys
 
-__all__ = ["main"]
+__all__ = ["PASSED_ON", "main"]
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+"""Signals that the rank gets in place of the stand-in; blocked in it until it can pass them on."""
 
 
 def main(connection: socket.socket) -> None:
@@ -23,10 +24,10 @@ def main(connection: socket.socket) -> None:
     Args:
         connection: The socket of the relay.
     """
-    for number in _PASSED_ON:
+    for number in PASSED_ON:
         signal.signal(number, lambda number, frame: connection.sendall(bytes([number])))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)  # the relay has blocked them until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # the relay has blocked them until here
     said = b""
     while not said.endswith(b"\n"):
         piece = connection.recv(64)

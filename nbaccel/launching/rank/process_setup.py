@@ -182,7 +182,7 @@ def meet_in_file(path: str, world: World, may_meet: Callable[[], None] = lambda:
     rendezvous._rendezvous_handlers["env"] = handler
 
 
-def meet_over_the_network(path: str, world: World, address: str) -> None:
+def meet_over_the_network(path: str, world: World, address: str, may_meet: Callable[[], None] = lambda: None) -> None:
     """Let `env://` in this process yield a store that ranks on other machines reach too.
 
     Rank 0 has it, at one address of its machine alone, and writes that address with the port into `path`; the agents
@@ -192,6 +192,7 @@ def meet_over_the_network(path: str, world: World, address: str) -> None:
         path: A file of the run on this machine.
         world: The world of the ranks.
         address: This machine's address for the others.
+        may_meet: Called while this rank waits for rank 0; raises if that cannot come.
     """
     generations = itertools.count()
     stores: list[Any] = []
@@ -200,14 +201,14 @@ def meet_over_the_network(path: str, world: World, address: str) -> None:
         from torch.distributed import PrefixStore
 
         if not stores:
-            stores.append(_shared_store(path, world, address, timeout))
+            stores.append(_shared_store(path, world, address, timeout, may_meet))
         stores[0].set_timeout(timeout)
         yield PrefixStore(str(next(generations)), stores[0]), world.rank, world.world_size
 
     importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers["env"] = handler
 
 
-def _shared_store(path: str, world: World, address: str, timeout: timedelta) -> Any:
+def _shared_store(path: str, world: World, address: str, timeout: timedelta, may_meet: Callable[[], None]) -> Any:
     from torch.distributed import TCPStore
 
     if world.rank == 0:
@@ -228,8 +229,9 @@ def _shared_store(path: str, world: World, address: str, timeout: timedelta) -> 
             file.write(f"{address} {port}")
         os.replace(f"{path}.new", path)
         return store
-    # Ended by rank 0's address; if rank 0 fails, by the kernel, which ends the run.
+    # Ended by rank 0's address; by its end without one; if it fails, by the kernel, which ends the run.
     while not os.path.exists(path):
+        may_meet()
         time.sleep(_MEET_POLL_S)
     with open(path, encoding="ascii") as file:
         host, port_there = file.read().split()
@@ -407,10 +409,19 @@ class ProcessGroups(RankPart):
 
     def install(self) -> None:
         if self._address:
-            meet_over_the_network(f"{self._store_path}.address", self._world, self._address)
+            path = f"{self._store_path}.address"
+            meet_over_the_network(path, self._world, self._address, self._refuse_without_the_first)
         else:
             meet_in_file(self._store_path, self._world, self._refuse_to_meet)
         keep_ended_groups()
+
+    def _refuse_without_the_first(self) -> None:
+        """Refuse a process group for which rank 0, whose machine all ranks would meet on, does not come."""
+        if self._page.has_finished(0):
+            raise PeerFailed(
+                f"{self._world.place} was about to form a process group, and rank 0, on whose machine all ranks meet, "
+                "has come to its end: every rank has to make the same calls."
+            )
 
     def _refuse_to_meet(self) -> None:
         """Refuse a process group after a rank has died, in a run whose ranks are started again one by one."""

@@ -18,7 +18,7 @@ import torch
 import nbaccel
 from features.cluster.machines import local_ssh
 from nbaccel import Accelerator
-from nbaccel.errors import LaunchRefused, RankDied
+from nbaccel.errors import LaunchRefused, PeerFailed, RankDied
 from nbaccel.features.cluster.cell_mode import clusters
 
 NODES = "east,west"
@@ -96,6 +96,16 @@ def test_ranks_of_all_nodes_save_before_the_same_step_and_go_on_on_one(
     assert torch.allclose(torch.tensor(there), torch.tensor(here), rtol=1e-6)
 
 
+def _comes_without_the_first() -> None:
+    if os.environ["RANK"] != "0":
+        Accelerator(cpu=True).wait_for_everyone()
+
+
+def test_ranks_that_wait_for_a_first_one_which_has_ended_are_told_so(nodes: Callable[..., Any]) -> None:
+    with pytest.raises(PeerFailed, match="rank 0, on whose machine all ranks meet, has come to its end"):
+        nodes(_comes_without_the_first)
+
+
 def _writes_much(lines: int) -> int:
     for line in range(lines):
         print(line, "x" * 1000)
@@ -117,6 +127,10 @@ def test_ranks_that_write_faster_than_lines_travel_lose_none_and_the_next_run_st
 def test_what_is_about_ranks_of_this_machine_is_refused(nodes: Callable[..., Any]) -> None:
     with pytest.raises(LaunchRefused, match="start_method='zygote' is about ranks of this machine"):
         nodes(_where, 1, start_method="zygote")
+    with pytest.raises(LaunchRefused, match="is not started again for memory"):
+        nodes(_where, 1, oom="shrink")
+    with pytest.raises(LaunchRefused, match="free_kernel=True is about this machine's GPUs"):
+        nodes(_where, 1, free_kernel=True)
 
 
 def _waits() -> None:

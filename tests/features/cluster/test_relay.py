@@ -26,6 +26,9 @@ class Pipes:
     def why(self) -> str:
         return ""
 
+    def hang_up(self) -> None:
+        pass
+
     def close(self) -> None:
         for fd in (self.read_fd, self._other, self._nowhere, self.write_fd):
             os.close(fd)

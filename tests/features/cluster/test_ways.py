@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from nbaccel.base.hardware import Survey
-from nbaccel.features.cluster import ways
+from nbaccel.features.cluster import node_environment
 from nbaccel.launching.doctor import MachineFacts, report
 
 
@@ -18,7 +18,7 @@ def absent(name: str) -> str:
 def test_the_doctor_says_which_ways_to_nodes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBACCEL_SSH", "sh -F secret.conf")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "secret[1-4]")
-    monkeypatch.setattr(ways, "version", lambda name: "2.60.0")
+    monkeypatch.setattr(node_environment, "version", lambda name: "2.60.0")
     text = report(Survey(), MachineFacts.of_this_process(Survey()))
     assert "\nnodes     NBACCEL_SSH; Ray 2.60.0; an allocation of Slurm" in text
     assert "secret" not in text
@@ -27,9 +27,12 @@ def test_the_doctor_says_which_ways_to_nodes_there_are(monkeypatch: pytest.Monke
 def test_what_is_missing_on_the_way_to_nodes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ways, "version", absent)
+    monkeypatch.setattr(node_environment, "version", absent)
     monkeypatch.setenv("NBACCEL_SSH", "no-such-program")
-    assert ways.ways_to_nodes() == "no NBACCEL_SSH; no Ray (pip install 'nbaccel[ray]'); no allocation of Slurm"
+    assert (
+        node_environment.ways_to_nodes()
+        == "no NBACCEL_SSH; no Ray (pip install 'nbaccel[ray]'); no allocation of Slurm"
+    )
     monkeypatch.delenv("NBACCEL_SSH")
-    monkeypatch.setattr(ways.shutil, "which", lambda name: None if name == "ssh" else name)
-    assert ways.ways_to_nodes().startswith("no ssh; ")
+    monkeypatch.setattr(node_environment.shutil, "which", lambda name: None if name == "ssh" else name)
+    assert node_environment.ways_to_nodes().startswith("no ssh; ")
