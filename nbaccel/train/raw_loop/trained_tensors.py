@@ -181,9 +181,13 @@ class Models:
         return self._number.get(id(tensor))
 
     def by_number(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return those of `tensors` that are known, by their numbers."""
+        """Return those of `tensors` that are known, by their numbers, in the numbers' order.
+
+        A graph reaches leaves in an order that may depend on the number of its samples.
+        """
         numbers = self._number
-        return {number: each for each in tensors if (number := numbers.get(id(each))) is not None}
+        found = {number: each for each in tensors if (number := numbers.get(id(each))) is not None}
+        return dict(sorted(found.items()))
 
     def knows(self, tensors: Iterable[Tensor]) -> bool:
         return all(id(tensor) in self._number for tensor in tensors)
@@ -340,9 +344,10 @@ class Models:
         specs = collectives.gather_objects([[family.spec for family in found]])
         most = max(specs, key=len)
         if any(spec != most for spec in specs):
-            others = {family.spec: family for family in self._families(None)}
+            others = {family.spec: family for family in found or self._families(None)}
             found = [others[spec] for spec in most if spec in others]
-            if any(collectives.gather_objects([len(found) != len(most) or any(s not in (most, []) for s in specs)])):
+            are_others = len(set(most)) < len(most) or any({*spec} not in ({*most}, set()) for spec in specs)
+            if any(collectives.gather_objects([len(found) != len(most) or are_others])):
                 raise NotPrepared(
                     "the ranks began to train different parameters in the same backward, so they cannot be averaged. "
                     f"{WITHOUT_A_SEED} Otherwise build the same model in every rank."

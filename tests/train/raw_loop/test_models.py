@@ -57,6 +57,57 @@ def by_rank() -> list[torch.Tensor]:
     return train(int(os.environ["RANK"]))
 
 
+def in_an_order_of_its_own() -> list[torch.Tensor]:
+    """Whose graph another rank goes through in another order, as autocast makes it for a part of one sample."""
+    weights = nn.ParameterList([torch.full((), value, dtype=torch.float64) for value in (1e17, 18.0, -1e17)])
+    optimizer = torch.optim.SGD(weights.parameters(), lr=0.05)
+    for x, _ in points():
+        optimizer.zero_grad()
+        terms = [(x[:, 0] * weight).mean() for weight in weights]
+        sum(terms if os.environ["RANK"] == "0" else reversed(terms)).backward()
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+def test_weights_are_compared_in_one_order_whatever_the_order_of_the_graph() -> None:
+    first, second = run_ranks(2, watched, in_an_order_of_its_own)
+    assert first == second
+
+
+def begun_in_an_order_of_ones_own(width: int) -> list[torch.Tensor]:
+    """Two models that the second batch trains first, of which each rank has a part, and reaches another one first."""
+    torch.manual_seed(0)
+    body, one, other = nn.Linear(4, 1).double(), nn.Linear(4, 1).double(), nn.Linear(4, width).double()
+    optimizer = torch.optim.SGD([*body.parameters(), *one.parameters(), *other.parameters()], lr=0.05)
+    for at, (x, y) in enumerate(points()):
+        optimizer.zero_grad()
+        models = [one, other] if os.environ["RANK"] == "0" else [other, one]
+        losses = [nn.functional.mse_loss(model(x).sum(1, keepdim=True), y) for model in (models if at else [body])]
+        sum(losses).backward()
+        optimizer.step()
+    return [value.detach() for model in (body, one, other) for value in model.parameters()]
+
+
+def test_models_that_ranks_reach_in_another_order_are_told_apart_by_their_shapes() -> None:
+    first, second = run_ranks(2, watched, begun_in_an_order_of_ones_own, 2)
+    assert all(map(torch.equal, first, second))
+
+
+def test_models_of_the_same_shapes_that_one_rank_reaches_otherwise_are_refused() -> None:
+    with pytest.raises(RanksFailed, match="began to train different parameters in the same backward"):
+        run_ranks(2, watched, reached_by_one_rank)
+
+
+def reached_by_one_rank() -> None:
+    """Two models alike, of which rank 1 has reached none in the second batch."""
+    body, one, other = (nn.Linear(4, 1).double() for _ in range(3))
+    optimizer = torch.optim.SGD([*body.parameters(), *one.parameters(), *other.parameters()], lr=0.05)
+    for at, (x, y) in enumerate(points()):
+        models = [body, one, other] if at and os.environ["RANK"] == "0" else [body]
+        sum(nn.functional.mse_loss(model(x), y) for model in models).backward()
+        optimizer.step()
+
+
 def test_ranks_with_other_models_train_rank_0s() -> None:
     expected = train(0)
     for values in run_ranks(2, watched, by_rank):
