@@ -7,6 +7,7 @@ PYTEST_ARGS ?= -m "not gpu and not soak and not full"
 VENV := .venv
 COLAB := .venv-colab
 KAGGLE := .venv-kaggle
+DOCS := .venv-docs
 INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
@@ -15,7 +16,7 @@ ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.ex
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-core test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu programs \
-    public-notebooks screenshot notebooks dist clean
+    public-notebooks screenshot notebooks docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -73,7 +74,7 @@ $(TORCH_ENV)/.stamp: pyproject.toml constraints.txt $(FRONT_END:%=constraints-%.
 # and resumption as other processors would have them, and the soak. A few hours on two cores.
 test-all: test full processors soak
 
-full: $(VENV)/.strangers $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
+full: $(VENV)/.strangers $(COLAB)/.stamp $(KAGGLE)/.stamp $(DOCS)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py -m "full and not gpu and not soak"
 
 # oneDNN, torch and MKL choose their kernels by the processor, and what is refused under a limit of memory, and which bits
@@ -160,6 +161,14 @@ public-notebooks: $(VENV)/.dev
 notebooks: $(VENV)/.dev
 	$(VENV)/bin/python tests/stored_notebooks.py
 
+# The site: every page, the reference from docstrings, the notebooks as they are stored, and a search. It is opened as a
+# file, without a server or a network. A warning is an error. Half a minute, after its environment has been made.
+SITE ?= build/docs
+
+docs: $(DOCS)/.stamp
+	@$(DOCS)/bin/python -m sphinx -q -W --keep-going -c docs/site -d build/doctrees . $(SITE)
+	@echo "$(SITE)/index.html"
+
 # What a release consists of: a source distribution, a wheel, and a folder for machines without internet.
 DIST ?= dist
 
@@ -214,6 +223,15 @@ $(KAGGLE)/.stamp: $(COLAB)/.stamp constraints-kaggle.txt
 	    -c constraints-kaggle.txt ipywidgets widgetsnbextension jupyterlab_widgets
 	touch $@
 
+# Sphinx, which imports the package for its reference: torch and the rest are those of the first environment.
+$(DOCS)/.stamp: pyproject.toml constraints.txt | $(VENV)/.demo
+	rm -rf $(DOCS)
+	$(VENV)/bin/python -m venv $(DOCS)
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$($(DOCS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(DOCS)/bin/python $(INSTALL) -e '.[docs]'
+	touch $@
+
 # The browser tests drive the system's Chromium. Root on Debian gets it here, once; where it is missing those tests
 # are skipped and say so, and nothing else depends on it.
 $(VENV)/.chromium: $(VENV)/.dev
@@ -227,4 +245,4 @@ $(VENV)/.chromium: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COLAB) $(KAGGLE) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(COLAB) $(KAGGLE) $(DOCS) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

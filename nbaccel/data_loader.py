@@ -118,7 +118,8 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         data_seed: The seed; None is torch's initial seed.
-        *args, **kwargs: Arguments of `RandomSampler`.
+        *args: Arguments of `RandomSampler`.
+        **kwargs: More of them.
 
     Example:
         >>> sampler = SeedableRandomSampler(range(4), data_seed=0)

@@ -84,6 +84,7 @@ def test_installing_into_the_colab_environment_plans_nbaccel_and_nothing_else() 
 def test_the_environment_of_the_tests_has_the_pinned_versions() -> None:
     pins = pinned(REPOSITORY / "constraints.txt")
     absent = {name for name in strangers() if importlib.util.find_spec(name) is None}  # before the first `make full`
+    absent |= set(extra("docs"))  # in an environment of their own
     assert {name: version(name).partition("+")[0] for name in pins if name not in absent} == {
         name: number for name, number in pins.items() if name not in absent
     }
@@ -91,8 +92,13 @@ def test_the_environment_of_the_tests_has_the_pinned_versions() -> None:
 
 def strangers() -> list[str]:
     """What only tests of other people's programs need."""
+    return extra("strangers")
+
+
+def extra(name: str) -> list[str]:
+    """The packages of an extra, without their bounds."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return list(project["optional-dependencies"]["strangers"])
+    return [re.split("[<>=]", package)[0] for package in project["optional-dependencies"][name]]
 
 
 def test_packages_of_other_peoples_programs_are_pinned_and_make_full_alone_installs_them() -> None:
@@ -101,6 +107,12 @@ def test_packages_of_other_peoples_programs_are_pinned_and_make_full_alone_insta
     assert "$(VENV)/.strangers" in rules["full"].split()
     assert [rule for rule, needs in rules.items() if ".strangers" in needs] == ["full"]
     assert rules["$(VENV)/.strangers"].split() == ["$(VENV)/.dev"]
+
+
+def test_what_builds_the_site_is_pinned_and_neither_the_demo_nor_make_test_installs_it() -> None:
+    assert set(extra("docs")) <= pinned(REPOSITORY / "constraints.txt").keys()
+    rules = dict(re.findall(r"^(\S+):(?!=)(.*)$", (REPOSITORY / "Makefile").read_text(), re.M))
+    assert [rule for rule, needs in rules.items() if "$(DOCS)" in needs] == ["full", "docs"]
 
 
 def test_runtime_dependencies_are_the_promised_ones() -> None:
@@ -128,7 +140,7 @@ def test_the_offline_folder_has_what_kaggle_lacks_and_all_else_is_there() -> Non
 def test_the_extras_are_what_the_tests_run() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(extras) == {"tensorboard", "wandb", "mlflow", "ray", "demo", "dev", "strangers"}
+    assert set(extras) == {"tensorboard", "wandb", "mlflow", "ray", "demo", "dev", "docs", "strangers"}
     tested = {requirement.partition("-")[0] for requirement in extras["dev"]}
     assert {package for name in ("tensorboard", "wandb", "mlflow") for package in extras[name]} <= tested
 

@@ -419,7 +419,7 @@ def as_table() -> str:
         alike: dict[str, list[str]] = {}
         for kind in LoopKind:
             alike.setdefault(str(effect_of(name, kind)), []).append(kind)
-        lines += ["", f"### `{flag}`", "", *(f"- {_and(kinds)}: {effect}." for effect, kinds in alike.items())]
+        lines += ["", f"## `{flag}`", "", *(f"- {_and(kinds)}: {effect}." for effect, kinds in alike.items())]
     return "\n".join([*lines, ""])
 
 

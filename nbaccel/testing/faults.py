@@ -115,7 +115,8 @@ class Faults:
         """Raise `torch.OutOfMemoryError` at a point.
 
         Args:
-            point, **when: As for `raise_at`.
+            point: As for `raise_at`.
+            **when: As for `raise_at`.
 
         Returns:
             This object.
@@ -126,7 +127,8 @@ class Faults:
         """Kill the process with SIGKILL at a point, as the host's out-of-memory killer does.
 
         Args:
-            point, **when: As for `raise_at`.
+            point: As for `raise_at`.
+            **when: As for `raise_at`.
 
         Returns:
             This object.
@@ -137,7 +139,8 @@ class Faults:
         """End the process at a point without an error or a message, as ``os._exit`` does.
 
         Args:
-            point, **when: As for `raise_at`.
+            point: As for `raise_at`.
+            **when: As for `raise_at`.
             exit_code: The exit code of the process.
 
         Returns:
@@ -149,7 +152,8 @@ class Faults:
         """Wait for ever at a point. Signal handlers still run, so SIGINT raises KeyboardInterrupt.
 
         Args:
-            point, **when: As for `raise_at`.
+            point: As for `raise_at`.
+            **when: As for `raise_at`.
 
         Returns:
             This object.
@@ -160,7 +164,8 @@ class Faults:
         """Replace the tensor at a point by NaN; the program, or the gradient, continues with that.
 
         Args:
-            point, **when: As for `raise_at`.
+            point: As for `raise_at`.
+            **when: As for `raise_at`.
 
         Returns:
             This object.
@@ -171,7 +176,8 @@ class Faults:
         """Raise what a full disk raises, OSError with ENOSPC, at a point.
 
         Args:
-            point, **when: As for `raise_at`.
+            point: As for `raise_at`.
+            **when: As for `raise_at`.
 
         Returns:
             This object.

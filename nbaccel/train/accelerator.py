@@ -395,7 +395,8 @@ class Accelerator(ProcessControl):
         """Return a block in which backward leaves gradients unsynchronised, for windows that the program counts itself.
 
         Args:
-            model, *models: The models that are concerned; all prepared ones if none is given.
+            model: A model that is concerned; None is all prepared ones.
+            *models: More of them.
         """
         named = models if model is None else (model, *models)
         if not self._lifecycle.is_ready:

@@ -92,7 +92,8 @@ def recursively_apply(
         data: Leaves in any nesting of lists, tuples and mappings.
         test_type: Says whether a leaf is of the kind; by default whether it is a tensor.
         error_on_other_type: Raise TypeError for another leaf, instead of keeping it.
-        *args, **kwargs: More arguments of `func`.
+        *args: More arguments of `func`.
+        **kwargs: More arguments of `func`.
 
     Example:
         >>> recursively_apply(lambda tensor, by: tensor * by, {"x": torch.ones(2), "name": "a"}, 3)

@@ -17,7 +17,8 @@ def tqdm(*args: Any, main_process_only: bool = True, **options: Any) -> Any:
 
     Args:
         main_process_only: False shows a bar on every rank.
-        *args, **options: Arguments of `tqdm.auto.tqdm`.
+        *args: Arguments of `tqdm.auto.tqdm`.
+        **options: More of them.
 
     Example:
         >>> list(tqdm(range(2), disable=True))

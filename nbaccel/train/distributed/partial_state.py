@@ -159,7 +159,8 @@ class AcceleratorState(PartialState):
 
     Args:
         mixed_precision: "no", "fp16" or "bf16"; by default the launch's choice, else "no".
-        cpu, **options: As for `PartialState`.
+        cpu: As for `PartialState`.
+        **options: As for `PartialState`.
 
     Example:
         >>> AcceleratorState(mixed_precision="bf16").mixed_precision

@@ -157,7 +157,8 @@ class ProcessControl(ABC):
         """Print on the main process of each node.
 
         Args:
-            *values, **options: Arguments of Python's `print`.
+            *values: What to print.
+            **options: Arguments of Python's `print`.
         """
         if self.is_local_main_process:
             print(*values, **options)
