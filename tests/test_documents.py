@@ -31,6 +31,8 @@ PACKAGE = sorted((REPOSITORY / "nbaccel").rglob("*.py"))
 DESIGN = REPOSITORY / "docs" / "design"
 """Pages for the people who work on it, which name issues and documents of other projects."""
 
+DOCS = REPOSITORY / "docs"
+
 SECTIONS = [
     "Install",
     "The cell",
@@ -82,6 +84,18 @@ def _complaint_about(link: str, page: Path) -> str | None:
     if not target.is_file() or not target.is_relative_to(REPOSITORY):
         return "is no file of the repository"
     return f"has no heading {anchor}" if anchor and anchor not in anchors(target) else None
+
+
+def test_the_first_cell_is_that_of_the_readme() -> None:
+    """All pages continue a notebook that begins with it."""
+    assert blocks(DOCS / "first-cell.md", "python")[0].text == blocks(README, "python")[0].text
+
+
+def test_lines_that_install_in_a_notebook_are_those_of_the_readme() -> None:
+    shown = [block.text for page in DOCS.glob("*.md") for block in blocks(page, "text")]
+    installing = {line.strip() for text in shown for line in text.splitlines() if "%pip install" in line}
+    assert installing
+    assert not {line for line in installing if line not in README.read_text()}
 
 
 def test_ten_questions_have_a_page_a_heading_and_a_name_in_the_code() -> None:
@@ -147,7 +161,7 @@ def _is_a_command(line: str, page: Path) -> bool:
         case ["nbaccel", "launch"]:
             return "train.py" in words
         case ["pip", "install"]:
-            return page == README  # tests/test_installation.py tries those of the README, and of no other page
+            return line in README.read_text()  # tests/test_installation.py tries those of the README
         case _:
             return False
 
