@@ -67,6 +67,7 @@ __all__ = [
     "Launcher",
     "LauncherResources",
     "default_launcher",
+    "load_once",
     "refuse_nested_launch",
 ]
 
@@ -143,7 +144,7 @@ class Launcher:
     @staticmethod
     def load(setup: str | None) -> None:
         """Load the modules that ranks share with this process, before the seconds of the first of several runs."""
-        _load_once([] if setup is None else [setup])
+        load_once([] if setup is None else [setup])
 
     def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
         """Add a run that is over, as `Run.light` leaves it, to `ended_runs`.
@@ -170,7 +171,7 @@ class Launcher:
         Args:
             log_path: The file that gets all output; empty for one that lasts as long as this process.
         """
-        _load_once(spec.named_objects, spec.settings, spec.world_size)
+        load_once(spec.named_objects, spec.settings, spec.world_size)
         restarting, whole = OomRestartPolicy(lambda: held_here(spec.task.namespace)), PartsRestartPolicy()
         restarts: list[str] = []
         log_path = log_path or self.resources.new_log()
@@ -222,7 +223,7 @@ class Launcher:
         """
         refuse_nested_launch()
         with self.turn():
-            _load_once(spec.named_objects, spec.settings, spec.world_size)
+            load_once(spec.named_objects, spec.settings, spec.world_size)
             try:
                 persistent = self._settle(spec, RunObservers(screen))
             except BadFork as found:
@@ -310,7 +311,7 @@ def refuse_nested_launch() -> None:
         )
 
 
-def _load_once(named: Sequence[str], settings: RunSettings | None = None, world_size: int = 1) -> None:
+def load_once(named: Sequence[str], settings: RunSettings | None = None, world_size: int = 1) -> None:
     """Load in the kernel what every rank would load: its first DDP model would otherwise take 0.8 s for modules.
 
     It uses a thread, which an interrupt does not reach: a half-imported torch cannot be repaired, and would break the

@@ -1,9 +1,9 @@
 """The magics: `%%accelerate` runs a cell in ranks, `%accelerate` asks and configures. Runs in the kernel.
 
 `register` is `%load_ext nbaccel`, `unregister` undoes it. Registering takes some milliseconds, opens no socket and
-prints nothing: the session, and everything that it needs, is imported with the first magic that is used (or at once if
-there may be a GPU, for which the zygote is to be ready). Neither keeps state in a module: the shell holds the magics,
-and they hold the session.
+prints nothing: the session, and everything that it needs, is imported when the kernel is idle, or with the first magic
+that is used (or at once if there may be a GPU, for which the zygote is to be ready). Neither keeps state in a module:
+the shell holds the magics, and they hold the session.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from nbaccel.base.gpu_driver import cuda_environ, has_gpu_driver
 from nbaccel.base.notices import briefly, is_users
 from nbaccel.errors import NbaccelError
 from nbaccel.notebook.completion import Completer
+from nbaccel.notebook.idle_loading import IdleLoading
 from nbaccel.notebook.shell_hooks import AcceleratorHelp, CudaWatch, FailedCells, comments_below_magic
 from nbaccel.options.flags import flags, unabbreviated
 from nbaccel.options.parsing import asks_for_help, joined, parse
@@ -64,7 +65,11 @@ class AccelerateMagics(Magics):
         self._help = AcceleratorHelp(shell)
         self._cuda = CudaWatch() if session is None else session.cuda
         self._failed = FailedCells() if session is None else session.failed_cells
-        self._after_cell = self._cuda.after_cell, self._failed.after_cell  # objects that can be unregistered
+        idle = IdleLoading()
+        self._around_cells = (  # objects that can be unregistered
+            ("pre_run_cell", idle.before_cell),
+            *(("post_run_cell", each.after_cell) for each in (self._cuda, self._failed, idle)),
+        )
         self._has_set_cuda_check = False
 
     @property
@@ -154,8 +159,8 @@ class AccelerateMagics(Magics):
         self._completer.install()
         self._help.install()
         shell.input_transformers_cleanup.append(comments_below_magic)
-        for after_cell in self._after_cell:
-            shell.events.register("post_run_cell", after_cell)
+        for event, handler in self._around_cells:
+            shell.events.register(event, handler)
         if self._may_have_gpus() and self.session.survey().gpus:
             self.session.start_zygote()
 
@@ -167,8 +172,8 @@ class AccelerateMagics(Magics):
         if self._session is not None:
             self._session.close()
         shell = self._shell
-        for after_cell in self._after_cell:
-            shell.events.unregister("post_run_cell", after_cell)
+        for event, handler in self._around_cells:
+            shell.events.unregister(event, handler)
         shell.input_transformers_cleanup.remove(comments_below_magic)
         self._completer.remove()
         self._help.remove()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from fixtures.kernels import Kernels
@@ -60,6 +62,21 @@ def test_a_plain_cell_loads_and_looks_for_nothing_that_it_does_not_need(new_kern
     # Of the kernel's own, each would make the start look at all of its objects.
     kernel.do("from nbaccel.launching.rank import connections, jupyter")
     assert kernel.value("connections.Connections.find(jupyter.kernel_ports()).families") == {}
+
+
+def test_an_idle_kernel_loads_what_the_first_cell_in_ranks_needs(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("import sys, torch\n%load_ext nbaccel")
+    is_loaded = (
+        "all(name in sys.modules for name in ('nbaccel.train.setup', 'nbaccel.notebook.session', 'torch._dynamo'))"
+    )
+    deadline = time.monotonic() + 120
+    while not kernel.value(is_loaded):  # each look is a cell, after which the kernel has to be idle again
+        assert time.monotonic() < deadline
+        time.sleep(3)
+    kernel.do("known = set(sys.modules)")
+    kernel.do(accelerate("pass", flags="--plain"))
+    assert kernel.value("sorted(name for name in set(sys.modules) - known if name.startswith('nbaccel'))") == []
 
 
 def test_a_short_cell_sends_a_frame_its_end_and_a_picture(new_kernel: Kernels) -> None:
