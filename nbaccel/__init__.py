@@ -267,6 +267,11 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
     Args:
         ipython: The shell of the notebook.
+
+    Example:
+        In a notebook::
+
+            %load_ext nbaccel
     """
     from nbaccel.notebook.magics import register
 
@@ -278,6 +283,11 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
 
     Args:
         ipython: The shell of the notebook.
+
+    Example:
+        In a notebook::
+
+            %unload_ext nbaccel
     """
     from nbaccel.notebook.magics import unregister
 

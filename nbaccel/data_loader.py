@@ -256,6 +256,10 @@ class SkipBatchSampler(BatchSampler):
     Args:
         batch_sampler: The whole batch sampler.
         skip_batches: The number of batches to leave out.
+
+    Example:
+        >>> list(SkipBatchSampler([[0, 1], [2, 3], [4]], skip_batches=1))
+        [[2, 3], [4]]
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
@@ -282,6 +286,10 @@ class SkipDataLoader(DataLoaderShard):
         skip_batches: The number of batches to leave out.
         use_stateful_dataloader: Accepted as by Accelerate, without effect.
         **kwargs: Options of `DataLoaderShard`.
+
+    Example:
+        >>> [batch.tolist() for batch in SkipDataLoader(range(4), skip_batches=1, batch_size=2)]
+        [[2, 3]]
     """
 
     def __init__(
@@ -295,6 +303,10 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
 
     Args:
         dataloader: Any loader of torch.
+
+    Example:
+        >>> type(get_sampler(DataLoader(range(4)))).__name__
+        'SequentialSampler'
     """
     if isinstance(dataloader.sampler, BatchSampler):
         return getattr(dataloader.sampler, "sampler", None)

@@ -66,6 +66,35 @@ def test_examples_run(name: str) -> None:
     assert not result.failed, f"{result.failed} of {result.attempted} lines differ; see the output"
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_that_do_not_run_here_are_statements(name: str) -> None:
+    """Those that need a notebook, several ranks or a service are skipped where examples run."""
+    tests = doctest.DocTestFinder(exclude_empty=True).find(import_module(name))
+    skipped = [each for test in tests for each in test.examples if each.options.get(doctest.SKIP)]
+    for example in skipped:
+        compile(example.source, name, "single")
+
+
+def test_every_public_name_has_an_example_and_so_has_every_call_of_what_a_cell_gets() -> None:
+    """Names that programs import, and the methods of `Accelerator`, `Run` and `Runs`."""
+    public = {
+        path: getattr(import_module(module), name)
+        for path, what in public_surface.read().items()
+        for module, _, name in [path.rpartition(".")]
+        if module in public_surface.MODULES and not what.startswith("= ")
+    }
+    public = {path: value for path, value in public.items() if callable(value) and path not in public_surface._CHANGING}
+    public |= {
+        path: value
+        for kind in ("Accelerator", "Run", "Runs")
+        for path, value in _described(kind, public[f"nbaccel.{kind}"])
+    }
+    lacking = [
+        path for path, value in public.items() if not re.search(r"^Example:$", inspect.getdoc(value) or "", re.M)
+    ]
+    assert not lacking, "these have no Example:\n" + "\n".join(lacking)
+
+
 def test_each_parameter_of_a_public_call_is_documented_under_args() -> None:
     """Of functions, methods and constructors. Enumerations, and classes that `prepare` makes, are not constructed."""
     wrong = [f"{path}: {', '.join(missing)}" for path, value in _callables() if (missing := _undocumented(value))]

@@ -60,7 +60,12 @@ _T = TypeVar("_T")
 
 
 class LoggerType(StrEnum):
-    """Names for ``Accelerator(log_with=…)``; plain strings work as well."""
+    """Names for ``Accelerator(log_with=…)``; plain strings work as well.
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(log_with=[LoggerType.CSV, "jsonl"], project_dir="runs")
+    """
 
     ALL = "all"
     AIM = "aim"
@@ -191,7 +196,12 @@ class BlankTracker(GeneralTracker):
 
 
 def tracker_names() -> list[str]:
-    """Return the names that `find_tracker` knows, of every installed package."""
+    """Return the names that `find_tracker` knows, of every installed package.
+
+    Example:
+        >>> "csv" in tracker_names()
+        True
+    """
     return sorted(_registered())
 
 
@@ -205,6 +215,10 @@ def find_tracker(name: str) -> type[GeneralTracker]:
 
     Raises:
         ValueError: No tracker of that name is registered.
+
+    Example:
+        >>> find_tracker("csv").__name__
+        'Csv'
     """
     registered = _registered()
     if name not in registered and name in {*LoggerType}:
@@ -227,6 +241,14 @@ def on_main_process(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
 
     Args:
         function: A method of a tracker.
+
+    Example:
+        >>> class Printed:
+        ...     @on_main_process
+        ...     def log(self, values: dict[str, float]) -> None:
+        ...         print(values)
+        >>> Printed().log({"loss": 0.5})
+        {'loss': 0.5}
     """
 
     @functools.wraps(function)

@@ -123,6 +123,9 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
     Returns:
         What rank 0 returned.
+
+    Example:
+        >>> debug_launcher(train, args=(3,), num_processes=2)  # doctest: +SKIP
     """
     from nbaccel.launching.api import launch
 

@@ -151,6 +151,9 @@ class Run:
 
         Raises:
             KeyError: No curve has that name.
+
+        Example:
+            >>> nbaccel.last_run.figure("loss").savefig("loss.svg")  # doctest: +SKIP
         """
         return draw(self.history, self.facts, names=names or None, size=size)
 
@@ -162,21 +165,37 @@ class Run:
 
         Raises:
             KeyError: No curve has that name.
+
+        Example:
+            >>> run = nbaccel.launch(train, 2)  # doctest: +SKIP
+            >>> run.plot("loss", "accuracy")  # doctest: +SKIP
         """
         return kept(self.history, self.facts, self.seconds, self._state, names or None)
 
     def shown(self) -> Bundle:
-        """Return the output of the run that a cell keeps, as data and metadata by MIME type: a picture, or a panel."""
+        """Return the output of the run that a cell keeps, as data and metadata by MIME type: a picture, or a panel.
+
+        Example:
+            >>> IPython.display.display(nbaccel.last_run.shown(), raw=True)  # doctest: +SKIP
+        """
         if self.history.has_curves:
             return self.plot().bundle()
         return {"text/plain": self.text, "text/html": self.panel}, {}
 
     def in_a_line(self) -> str:
-        """Return how the run ended, with its last numbers, in one line."""
+        """Return how the run ended, with its last numbers, in one line.
+
+        Example:
+            >>> print(nbaccel.last_run.in_a_line())  # doctest: +SKIP
+        """
         return line(self.history, self.facts, self.seconds, self._state)
 
     def light(self) -> Run:
-        """Return the same run without anything that could keep a frame, a module or a tensor alive."""
+        """Return the same run without anything that could keep a frame, a module or a tensor alive.
+
+        Example:
+            >>> runs = [run.light() for run in nbaccel.runs]  # doctest: +SKIP
+        """
         return replace(
             self,
             values=[light_value(value) for value in self.values],
@@ -186,7 +205,11 @@ class Run:
         )
 
     def thinned(self) -> Run:
-        """Return the same run in some 250 kB at most: coarser curves, and only short values."""
+        """Return the same run in some 250 kB at most: coarser curves, and only short values.
+
+        Example:
+            >>> small = nbaccel.last_run.thinned()  # doctest: +SKIP
+        """
         return replace(
             self,
             values=[value if size_of(value) <= _MOST_BYTES_LATER else None for value in self.values],

@@ -197,6 +197,10 @@ def panel() -> None:
 
     Raises:
         RuntimeError: There is no notebook.
+
+    Example:
+        >>> import nbaccel
+        >>> nbaccel.panel()  # doctest: +SKIP
     """
     shell = get_ipython()
     if shell is None:

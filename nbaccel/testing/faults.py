@@ -42,6 +42,11 @@ class Fault:
         step: At which `Faults.step`; None at every one.
         passing: At which passing of the point within the step, 0-based; None at every one.
         times: How often at most, in each process.
+
+    Example:
+        >>> def fill_the_disk(value: object, where: str) -> None:
+        ...     raise OSError(28, "No space left on device")
+        >>> faults = Faults().add(Fault("saving", fill_the_disk, rank=0, step=2))
     """
 
     point: str

@@ -20,6 +20,11 @@ class Aim(GeneralTracker):
         project_name: The name of the run.
         logging_dir: The repository.
         **options: Options of `aim.Run`, given as ``init_kwargs={"aim": {…}}``.
+
+    Example:
+        >>> accelerator = Accelerator(log_with="aim", project_dir="runs")  # doctest: +SKIP
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        >>> accelerator.log({"accuracy": 0.9})  # doctest: +SKIP
     """
 
     name = "aim"

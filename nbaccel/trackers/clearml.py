@@ -27,6 +27,11 @@ class ClearML(GeneralTracker):
         project_name: The project of the task.
         logging_dir: Not used.
         **options: Options of `clearml.Task.init`, given as ``init_kwargs={"clearml": {…}}``.
+
+    Example:
+        >>> accelerator = Accelerator(log_with="clearml")  # doctest: +SKIP
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        >>> accelerator.log({"accuracy": 0.9})  # doctest: +SKIP
     """
 
     name = "clearml"

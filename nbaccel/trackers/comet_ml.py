@@ -22,6 +22,11 @@ class Comet(GeneralTracker):
         project_name: The project of the experiment.
         logging_dir: Not used.
         **options: Options of `comet_ml.start`, given as ``init_kwargs={"comet_ml": {…}}``.
+
+    Example:
+        >>> accelerator = Accelerator(log_with="comet_ml")  # doctest: +SKIP
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        >>> accelerator.log({"accuracy": 0.9})  # doctest: +SKIP
     """
 
     name = "comet_ml"

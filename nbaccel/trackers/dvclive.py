@@ -23,6 +23,11 @@ class DVCLive(GeneralTracker):
         live: A `dvclive.Live` of the program, given as ``init_kwargs={"dvclive": {"live": …}}``.
         **options: Options of `dvclive.Live`, such as ``dir`` for another folder, given as ``init_kwargs={"dvclive":
             {…}}``.
+
+    Example:
+        >>> accelerator = Accelerator(log_with="dvclive")  # doctest: +SKIP
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        >>> accelerator.log({"accuracy": 0.9})  # doctest: +SKIP
     """
 
     name = "dvclive"

@@ -28,6 +28,11 @@ class MLflow(GeneralTracker):
         project_name: The experiment of the run.
         logging_dir: Not used.
         **options: Options of `mlflow.start_run`, given as ``init_kwargs={"mlflow": {…}}``.
+
+    Example:
+        >>> accelerator = Accelerator(log_with="mlflow")  # doctest: +SKIP
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        >>> accelerator.log({"accuracy": 0.9})  # doctest: +SKIP
     """
 
     name = "mlflow"

@@ -23,6 +23,11 @@ class TensorBoard(GeneralTracker):
         project_name: The name of the folder.
         logging_dir: The folder in which it lies.
         **options: Options of `torch.utils.tensorboard.SummaryWriter`, given as ``init_kwargs={"tensorboard": {…}}``.
+
+    Example:
+        >>> accelerator = Accelerator(log_with="tensorboard", project_dir="runs")  # doctest: +SKIP
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        >>> accelerator.log({"accuracy": 0.9})  # doctest: +SKIP
     """
 
     name = "tensorboard"

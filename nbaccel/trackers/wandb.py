@@ -23,6 +23,11 @@ class WeightsAndBiases(GeneralTracker):
         project_name: The project of the run.
         logging_dir: Not used.
         **options: Options of `wandb.init`, given as ``init_kwargs={"wandb": {…}}``.
+
+    Example:
+        >>> accelerator = Accelerator(log_with="wandb")  # doctest: +SKIP
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        >>> accelerator.log({"accuracy": 0.9})  # doctest: +SKIP
     """
 
     name = "wandb"
@@ -96,6 +101,11 @@ class Trackio(WeightsAndBiases):
         project_name: The project of the run.
         logging_dir: Not used.
         **options: Options of `trackio.init`, given as ``init_kwargs={"trackio": {…}}``.
+
+    Example:
+        >>> accelerator = Accelerator(log_with="trackio")  # doctest: +SKIP
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        >>> accelerator.log({"accuracy": 0.9})  # doctest: +SKIP
     """
 
     name = "trackio"
@@ -112,6 +122,11 @@ class SwanLab(WeightsAndBiases):
         project_name: The project of the run.
         logging_dir: Not used.
         **options: Options of `swanlab.init`, given as ``init_kwargs={"swanlab": {…}}``.
+
+    Example:
+        >>> accelerator = Accelerator(log_with="swanlab")  # doctest: +SKIP
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        >>> accelerator.log({"accuracy": 0.9})  # doctest: +SKIP
     """
 
     name = "swanlab"

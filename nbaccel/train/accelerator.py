@@ -384,6 +384,17 @@ class Accelerator(ProcessControl):
 
         Args:
             *models: The models that are trained in the block; all prepared ones if none is given.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator(gradient_accumulation_steps=2)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> for batch in torch.ones(4, 1, 1):  # four batches, two steps
+            ...     with accelerator.accumulate(model):
+            ...         accelerator.backward(model(batch).sum())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("accumulate", models)
@@ -397,6 +408,14 @@ class Accelerator(ProcessControl):
         Args:
             model: A model that is concerned; None is all prepared ones.
             *models: More of them.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> with accelerator.no_sync(model):
+            ...     accelerator.backward(model(torch.ones(1, 1)).sum())
+            >>> accelerator.backward(model(torch.ones(1, 1)).sum())  # averages the gradients of both
         """
         named = models if model is None else (model, *models)
         if not self._lifecycle.is_ready:
@@ -409,6 +428,13 @@ class Accelerator(ProcessControl):
 
         Args:
             model: The prepared model.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> with accelerator.hold_gradients(model):
+            ...     accelerator.backward(model(torch.ones(1, 1)).sum())
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("hold_gradients", [model])
@@ -448,6 +474,14 @@ class Accelerator(ProcessControl):
         Args:
             loss: The loss of this rank's batch, a tensor of one element.
             **kwargs: Arguments of ``loss.backward``.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> accelerator.backward(model(torch.ones(4, 1)).mean())
+            >>> model.weight.grad
+            tensor([[1.]])
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("backward")
@@ -475,6 +509,13 @@ class Accelerator(ProcessControl):
 
         Raises:
             NotImplementedError: Always. The message names an alternative.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> accelerator.lomo_backward(torch.ones(1), 0.1)  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            NotImplementedError: accelerator.lomo_backward: ...
         """
         raise NotImplementedError(
             "accelerator.lomo_backward: nbaccel does not train with LOMO, which steps inside of its backward. In one "
@@ -526,6 +567,15 @@ class Accelerator(ProcessControl):
 
         Args:
             optimizer: One prepared optimizer, several, or None for all.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator(mixed_precision="fp16")
+            >>> model = torch.nn.Linear(1, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> accelerator.backward(model(torch.ones(1, 1)).sum())
+            >>> accelerator.unscale_gradients()
+            >>> largest = model.weight.grad.abs().max()
         """
         self._lifecycle.equip()
         self._gradients.unscale(optimizer)
@@ -542,6 +592,14 @@ class Accelerator(ProcessControl):
 
         Returns:
             The norm before clipping, a 0-d tensor; inside a window the norm so far.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> accelerator.backward(3 * model(torch.zeros(1, 1)).sum())
+            >>> accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            tensor(3.)
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("clip_grad_norm_")
@@ -553,6 +611,15 @@ class Accelerator(ProcessControl):
         Args:
             parameters: The parameters whose gradients are clipped.
             clip_value: Values are clipped to the range from -`clip_value` to `clip_value`.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> accelerator.backward(3 * model(torch.zeros(1, 1)).sum())
+            >>> accelerator.clip_grad_value_(model.parameters(), 1.0)
+            >>> model.bias.grad
+            tensor([1.])
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("clip_grad_value_")
@@ -672,6 +739,14 @@ class Accelerator(ProcessControl):
 
         Returns:
             The prepared objects in the order given; one object for one argument.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> loader = DataLoader(torch.ones(8, 2), batch_size=4)
+            >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
@@ -702,6 +777,11 @@ class Accelerator(ProcessControl):
 
         Raises:
             ValueError: The model is spread over several devices, and there are several processes.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> teacher = accelerator.prepare_model(torch.nn.Linear(1, 1), evaluation_mode=True)
         """
         self._lifecycle.join()
         move = self.device_placement if device_placement is None else device_placement
@@ -715,6 +795,12 @@ class Accelerator(ProcessControl):
         Args:
             optimizer: The program's optimizer, of a model that is prepared, or is prepared in the same call.
             device_placement: Accepted as by Accelerate. The state of an optimizer follows its parameters.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         """
         self._lifecycle.join()
         prepared = self._preparer.prepare_optimizer(optimizer)
@@ -748,6 +834,13 @@ class Accelerator(ProcessControl):
 
         Args:
             scheduler: The program's scheduler.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, step_size=10))
         """
         self._lifecycle.join()
         prepared: PreparedScheduler = self._preparer.prepare_scheduler(scheduler, self._scheduler_moves)
@@ -984,6 +1077,11 @@ class Accelerator(ProcessControl):
         Raises:
             CannotSave: There is no space, or no right to write there; or `obj` holds sharded tensors, of which each
                 rank has only its rows, as ``model.state_dict()`` of a sharded model does.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> accelerator.save(model.state_dict(), "model.pt")  # doctest: +SKIP
         """
         obj = unsharded(obj, "accelerator.save")
         if self._checkpoints.writes or (save_on_each_node and self.is_local_main_process):
@@ -1095,6 +1193,12 @@ class Accelerator(ProcessControl):
             UntrustedPickle: One of its files is a pickle that could run code, and `trust` is not given.
             ValueError: Other models, optimizers or schedulers are prepared.
             RuntimeError: Other objects are registered.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
+            >>> accelerator.load_state()  # the newest complete checkpoint  # doctest: +SKIP
         """
         self._lifecycle.join()
         self._checkpoints.load_state(input_dir, load_kwargs or {}, trust, load_model_func_kwargs)
@@ -1454,6 +1558,12 @@ class Accelerator(ProcessControl):
 
         Raises:
             ValueError: No blocks were given, and none were found.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> blocks = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+            >>> model = accelerator.gradient_checkpointing(blocks)
         """
         self._lifecycle.equip()
         recompute_activations(self._context.strategy.unwrap(model), blocks)
@@ -1464,6 +1574,13 @@ class Accelerator(ProcessControl):
 
         Args:
             model: The model, prepared or not.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> accelerator.verify_device_map(model)
+            False
         """
         return any(is_spread(module) for module in model.modules() if hasattr(module, "hf_device_map"))
 
@@ -1475,6 +1592,13 @@ class Accelerator(ProcessControl):
             keep_fp32_wrapper: False also removes autocast from the module's forward, permanently.
             keep_torch_compile: A compiled model is returned compiled. False returns the module that was compiled, whose
                 state has no ``_orig_mod.`` in its names.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> type(accelerator.unwrap_model(model)).__name__
+            'Linear'
         """
         self._lifecycle.equip()
         inner = extract_model_from_parallel(self._context.strategy.unwrap(model), keep_torch_compile=False)
@@ -1515,6 +1639,14 @@ class Accelerator(ProcessControl):
 
         Args:
             *objects, history: As for `free_memory`.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> model, = accelerator.clear(model)
+            >>> model is None
+            True
         """
         return self.free_memory(*objects, history=history)
 
@@ -1522,6 +1654,13 @@ class Accelerator(ProcessControl):
         """Finish the trackers, forget everything prepared and leave the process group. Every rank calls it.
 
         A later use forms a new group.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator(log_with="csv", project_dir="runs")  # doctest: +SKIP
+            >>> accelerator.init_trackers("digits")  # doctest: +SKIP
+            >>> accelerator.log({"loss": 0.5})  # doctest: +SKIP
+            >>> accelerator.end_training()  # doctest: +SKIP
         """
         self._trackers.finish()
         self._lifecycle.forget()
@@ -1531,6 +1670,11 @@ class Accelerator(ProcessControl):
         """Leave the process group that we made; a later use forms a new one. Every rank calls it.
 
         Sharded models that are prepared become whole again first, on every rank, and can be prepared in another way.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> accelerator.destroy_process_group()
         """
         self._lifecycle.release()
         self.state.destroy_process_group()
@@ -1570,6 +1714,12 @@ class Accelerator(ProcessControl):
 
         Args:
             buffers, buffer_seq_dims, no_restore_buffers: As Accelerate takes them; not used.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> with accelerator.maybe_context_parallel():
+            ...     pass
         """
         return nullcontext()
 

@@ -31,6 +31,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     Args:
         logger: The logger of Python's `logging`.
         extra: Passed on to `logging.LoggerAdapter`.
+
+    Example:
+        >>> log = get_logger("train")
+        >>> log.info("epoch %d", 3)  # once, by rank 0
+        >>> log.info("loader is ready", main_process_only=False)  # by every rank
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:

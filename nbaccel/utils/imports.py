@@ -74,6 +74,13 @@ __all__ = [
 ]
 
 
+_INSTALLED = """Return whether the package {package} is installed; it is not imported.
+
+Example:
+    >>> has_{package} = {function}()
+"""
+
+
 @functools.cache
 def _installed(package: str, name: str = "") -> Callable[[], bool]:
     @functools.cache
@@ -81,7 +88,7 @@ def _installed(package: str, name: str = "") -> Callable[[], bool]:
         return importlib.util.find_spec(package) is not None
 
     is_installed.__qualname__ = is_installed.__name__ = name or f"is_{package}_available"  # pickle finds it by that
-    is_installed.__doc__ = f"Return whether the package {package} is installed; it is not imported."
+    is_installed.__doc__ = _INSTALLED.format(package=package, function=is_installed.__name__)
     return is_installed
 
 
@@ -122,7 +129,11 @@ is_wandb_available = _installed("wandb")
 
 
 def is_cuda_available() -> bool:
-    """Return whether torch sees a CUDA device."""
+    """Return whether torch sees a CUDA device.
+
+    Example:
+        >>> device = "cuda" if is_cuda_available() else "cpu"
+    """
     return torch.cuda.is_available()
 
 
@@ -131,6 +142,9 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
     Args:
         min_version: The lowest version that counts; None for any.
+
+    Example:
+        >>> has_bitsandbytes = is_bnb_available(min_version="0.43")
     """
     there = importlib.util.find_spec("bitsandbytes") is not None
     return there and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
@@ -141,12 +155,19 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
     Args:
         min_version: The lowest version of torch that counts.
+
+    Example:
+        >>> device = "mps" if is_mps_available() else "cpu"
     """
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
 def is_rocm_available() -> bool:
-    """Return whether this torch computes on AMD GPUs, and sees one."""
+    """Return whether this torch computes on AMD GPUs, and sees one.
+
+    Example:
+        >>> kind = "AMD" if is_rocm_available() else "another"
+    """
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
@@ -155,6 +176,9 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
     Args:
         check_device: Accepted as by Accelerate, without effect.
+
+    Example:
+        >>> device = "xpu" if is_xpu_available() else "cpu"
     """
     return torch.xpu.is_available()
 
@@ -172,27 +196,52 @@ def _unknown_device(check_device: bool = False) -> bool:
 
     Args:
         check_device: Accepted as by Accelerate, without effect.
+
+    Example:
+        >>> from nbaccel.utils.imports import is_hpu_available
+        >>> is_hpu_available()
+        False
     """
     return False
 
 
 def is_torch_distributed_available() -> bool:
-    """Return whether this torch can form process groups."""
+    """Return whether this torch can form process groups.
+
+    Example:
+        >>> is_torch_distributed_available()
+        True
+    """
     return torch.distributed.is_available()
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """Return False: every prepared loader has a ``state_dict`` here, and torchdata is not used."""
+    """Return False: every prepared loader has a ``state_dict`` here, and torchdata is not used.
+
+    Example:
+        >>> is_torchdata_stateful_dataloader_available()
+        False
+    """
     return False
 
 
 def is_fp16_available() -> bool:
-    """Return True: float16 works on every device, with a gradient scaler."""
+    """Return True: float16 works on every device, with a gradient scaler.
+
+    Example:
+        >>> is_fp16_available()
+        True
+    """
     return True
 
 
 def is_fp8_available() -> bool:
-    """Return False: nbaccel does not compute in fp8."""
+    """Return False: nbaccel does not compute in fp8.
+
+    Example:
+        >>> is_fp8_available()
+        False
+    """
     return False
 
 
@@ -201,6 +250,10 @@ def is_npu_available(check_device: bool = False) -> bool:
 
     Args:
         check_device: Accepted as by Accelerate, without effect.
+
+    Example:
+        >>> is_npu_available()
+        False
     """
     return False
 
@@ -210,6 +263,9 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
     Args:
         check_is_tpu, check_is_gpu: Accepted as by Accelerate, without effect.
+
+    Example:
+        >>> has_torch_xla = is_torch_xla_available()
     """
     return importlib.util.find_spec("torch_xla") is not None
 
@@ -219,6 +275,9 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
     Args:
         ignore_tpu: Accepted as by Accelerate, without effect.
+
+    Example:
+        >>> mixed_precision = "bf16" if is_bf16_available() else "no"
     """
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True
 

@@ -24,6 +24,10 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
     Args:
         exception: The error.
+
+    Example:
+        >>> should_reduce_batch_size(torch.OutOfMemoryError("CUDA out of memory"))
+        True
     """
     return can_retry(exception)
 
@@ -33,6 +37,9 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
     Args:
         garbage_collection: Run Python's garbage collection first.
+
+    Example:
+        >>> clear_device_cache(garbage_collection=True)
     """
     if garbage_collection:
         gc.collect()

@@ -53,6 +53,10 @@ def is_torch_tensor(tensor: Any) -> bool:
 
     Args:
         tensor: Any value.
+
+    Example:
+        >>> is_torch_tensor(torch.ones(1)), is_torch_tensor([1.0])
+        (True, False)
     """
     return isinstance(tensor, Tensor)
 
@@ -202,6 +206,10 @@ def convert_to_fp32(tensor: Any) -> Any:
 
     Args:
         tensor: Tensors in any nesting.
+
+    Example:
+        >>> convert_to_fp32({"logits": torch.ones(1, dtype=torch.float16)})["logits"].dtype
+        torch.float32
     """
     return to_fp32(tensor)
 
@@ -211,6 +219,11 @@ def convert_outputs_to_fp32(model_forward: Callable[_P, Any]) -> Callable[_P, An
 
     Args:
         model_forward: The forward of a model.
+
+    Example:
+        >>> forward = convert_outputs_to_fp32(lambda inputs: inputs.bfloat16())
+        >>> forward(torch.ones(1)).dtype
+        torch.float32
     """
 
     @functools.wraps(model_forward)
@@ -225,6 +238,10 @@ def find_device(data: Any) -> torch.device | None:
 
     Args:
         data: Tensors in any nesting.
+
+    Example:
+        >>> find_device({"inputs": [torch.ones(1)]})
+        device(type='cpu')
     """
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, Tensor)), None)
 
@@ -234,6 +251,10 @@ def is_namedtuple(data: Any) -> bool:
 
     Args:
         data: Any value.
+
+    Example:
+        >>> is_namedtuple((1, 2))
+        False
     """
     return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
@@ -244,6 +265,10 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     Args:
         obj: An object of the type that is wanted.
         generator: Yields the members.
+
+    Example:
+        >>> honor_type((1, 2), (2 * number for number in (1, 2)))
+        (2, 4)
     """
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
@@ -253,6 +278,10 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
     Args:
         data: The batch.
+
+    Example:
+        >>> ignorant_find_batch_size(torch.ones(8, 2)), ignorant_find_batch_size("text")
+        (8, None)
     """
     try:
         return find_batch_size(data)
@@ -327,6 +356,10 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         reduction: "mean", "sum", "max" or "min". The default is "mean" here and "sum" in `Accelerator.reduce`, as in
             Accelerate.
         scale: A factor of the result.
+
+    Example:
+        >>> reduce({"loss": torch.tensor(0.5)}, reduction="mean")
+        {'loss': tensor(0.5000)}
     """
     return PartialState().reduce(tensor, reduction, scale)
 
@@ -337,6 +370,10 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Args:
         tensor: Tensors in any nesting, of equal shapes and dtypes on all ranks.
         from_process: The rank whose values count.
+
+    Example:
+        >>> broadcast({"lr": torch.tensor(0.1)})  # rank 0's, on every rank
+        {'lr': tensor(0.1000)}
     """
     return PartialState().collectives.broadcast(tensor, from_process)
 
@@ -398,6 +435,10 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         dim: The dimension.
         pad_index: The value of the padding.
         pad_first: Put the padding at the front instead of the end.
+
+    Example:
+        >>> pad_across_processes(torch.ones(2, 3), dim=1).shape  # 3 is the longest of all ranks
+        torch.Size([2, 3])
     """
     return PartialState().pad_across_processes(tensor, dim, pad_index, pad_first)
 

@@ -84,12 +84,19 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
     Returns:
         What the file holds.
+
+    Example:
+        >>> state = load("model.pt", map_location="cpu")  # doctest: +SKIP
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def wait_for_everyone() -> None:
-    """Wait until every rank has called this. Collective."""
+    """Wait until every rank has called this. Collective.
+
+    Example:
+        >>> wait_for_everyone()
+    """
     PartialState().wait_for_everyone()
 
 
@@ -98,6 +105,10 @@ def is_peft_model(model: Module) -> bool:
 
     Args:
         model: The model.
+
+    Example:
+        >>> is_peft_model(torch.nn.Linear(1, 1))
+        False
     """
     if importlib.util.find_spec("peft") is None:
         return False
@@ -154,6 +165,11 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
     Args:
         state_dict: The state dict.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> list(clean_state_dict_for_safetensors({"embedding": weight, "head": weight}))
+        ['embedding']
     """
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Any] = {}
@@ -191,13 +207,22 @@ def is_port_in_use(port: int | None = None) -> bool:
 
     Args:
         port: The port; by default 29500, torchrun's.
+
+    Example:
+        >>> is_port_in_use(get_free_port())
+        False
     """
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
 
 def get_free_port() -> int:
-    """Return a port of this machine that no process listens on."""
+    """Return a port of this machine that no process listens on.
+
+    Example:
+        >>> 0 < get_free_port() < 65536
+        True
+    """
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -208,6 +233,10 @@ def get_pretty_name(obj: Any) -> str:
 
     Args:
         obj: Any object.
+
+    Example:
+        >>> get_pretty_name(torch.nn.Linear), get_pretty_name(torch.nn.Linear(1, 1))
+        ('Linear', 'Linear')
     """
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
@@ -219,6 +248,10 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     Args:
         obj: Any object.
         attr: The names, joined by dots.
+
+    Example:
+        >>> recursive_getattr(torch.nn.Sequential(torch.nn.Linear(1, 1)), "0.in_features")
+        1
     """
     return reduce(getattr, attr.split("."), obj)
 
@@ -245,6 +278,9 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
     Args:
         distributed_type: Accepted as by Accelerate, without effect.
         **kwargs: Options of the scaler.
+
+    Example:
+        >>> scaler = get_grad_scaler(init_scale=1024.0)
     """
     return torch.amp.GradScaler(AcceleratorState().device.type, **kwargs)
 
@@ -257,6 +293,10 @@ def get_mixed_precision_context_manager(
     Args:
         native_amp: False gives the context of full precision.
         autocast_kwargs: Options of the context.
+
+    Example:
+        >>> with get_mixed_precision_context_manager(native_amp=True):
+        ...     pass
     """
     state = AcceleratorState()
     name = state.mixed_precision if native_amp else "no"
@@ -271,6 +311,10 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name
 
     Args:
         params, modifier_rank, fwd_module, enabled: As Accelerate takes them; not used.
+
+    Example:
+        >>> with GatheredParameters([torch.ones(1)]):
+        ...     pass
     """
     yield
 

@@ -74,6 +74,11 @@ def load_checkpoint_and_dispatch(
         FileNotFoundError: There are no weights.
         CheckpointCorrupt: A file is damaged.
         ValueError: A tensor has another shape, no value, or no place.
+
+    Example:
+        >>> with init_empty_weights():  # doctest: +SKIP
+        ...     model = AutoModelForCausalLM.from_config(config)
+        >>> model = load_checkpoint_and_dispatch(model, "llama", device_map="auto")  # doctest: +SKIP
     """
     if isinstance(device_map, str):
         device_map = automatic_map(
@@ -157,6 +162,9 @@ def load_checkpoint_in_model(
         FileNotFoundError: There are no weights.
         CheckpointCorrupt: A file is damaged.
         ValueError: A tensor has another shape, no value, or no place.
+
+    Example:
+        >>> load_checkpoint_in_model(model, "llama", device_map={"": "cpu"}, dtype="bfloat16")  # doctest: +SKIP
     """
     if offload_8bit_bnb:
         raise NotImplementedError(

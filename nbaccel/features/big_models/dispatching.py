@@ -98,6 +98,12 @@ def dispatch_model(
         ValueError: A tensor has no place or no numbers, or the model is dispatched already.
         NoSuchDevice: The machine does not have a device of the map.
         CannotSave: There is no space for the weights that have to be written.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> model = dispatch_model(model, {"0": 0, "1": "cpu"})  # doctest: +SKIP
+        >>> model(torch.ones(1, 2)).shape
+        torch.Size([1, 1])
     """
     _refuse_dispatched(model)
     check_device_map(model, device_map)
@@ -127,6 +133,9 @@ def cpu_offload(
 
     Returns:
         The same `model`.
+
+    Example:
+        >>> model = cpu_offload(torch.nn.Linear(2, 1), execution_device="cpu")
     """
     main = _first_device(model) if execution_device is None else execution_device
     return _offload(model, HOST, main, offload_buffers, preload_module_classes, state_dict=state_dict)
@@ -149,6 +158,9 @@ def disk_offload(
 
     Returns:
         The same `model`.
+
+    Example:
+        >>> model = disk_offload(model, "weights", execution_device=0)  # doctest: +SKIP
     """
     main = _first_device(model) if execution_device is None else execution_device
     return _offload(model, DISK, main, offload_buffers, preload_module_classes, offload_dir=offload_dir)

@@ -45,6 +45,11 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     Args:
         device: The device.
         include_buffers: Put buffers there too.
+
+    Example:
+        >>> with init_on_device("meta"):
+        ...     torch.nn.Linear(2, 1).weight.device
+        device(type='meta')
     """
     chosen = torch.device(device)
     with ExitStack() as stack:

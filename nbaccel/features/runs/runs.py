@@ -59,6 +59,9 @@ class Runs(Sequence[Run]):
 
         Raises:
             OSError: The file cannot be written; the run was added even so.
+
+        Example:
+            >>> nbaccel.runs.add(nbaccel.launch(train, 2))  # doctest: +SKIP
         """
         self._ended.add(run)
 
@@ -77,6 +80,9 @@ class Runs(Sequence[Run]):
 
         Raises:
             OSError: The file cannot be read or written.
+
+        Example:
+            >>> nbaccel.runs.keep_in("runs.jsonl")  # doctest: +SKIP
         """
         ended = self._ended
         if path is None:
@@ -129,6 +135,9 @@ class Runs(Sequence[Run]):
 
         Raises:
             KeyError: No run has such a number.
+
+        Example:
+            >>> nbaccel.runs.numbered(3, 5).to_pandas()  # doctest: +SKIP
         """
         known = {run.number: run for run in self._runs}
         for one in numbers:
@@ -158,7 +167,11 @@ class Runs(Sequence[Run]):
     # --- tables ------------------------------------------------------------------------------------------------
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a dict for each run: its number, texts and paths, each flag that was chosen, and its last numbers."""
+        """Return a dict for each run: its number, texts and paths, each flag that was chosen, and its last numbers.
+
+        Example:
+            >>> [row["run"] for row in nbaccel.runs.table()]  # doctest: +SKIP
+        """
         return [_as_dict(run) for run in self._runs]
 
     def to_pandas(self) -> Any:
@@ -166,6 +179,9 @@ class Runs(Sequence[Run]):
 
         Raises:
             ImportError: Pandas is not installed; `table` works without it.
+
+        Example:
+            >>> nbaccel.runs.to_pandas().sort_values("loss")  # doctest: +SKIP
         """
         pandas = import_pandas("table() gives the same numbers")
         return pandas.DataFrame(self.table())
@@ -195,6 +211,9 @@ class Runs(Sequence[Run]):
 
         Raises:
             KeyError: No run has that number, or no run has that metric.
+
+        Example:
+            >>> nbaccel.runs.compare(3, 5, metric="loss")  # doctest: +SKIP
         """
         chosen = [metric] if isinstance(metric, str) else metric
         return (self.numbered(*numbers) if numbers else self).plot(*chosen)
@@ -212,6 +231,9 @@ class Runs(Sequence[Run]):
 
         Raises:
             KeyError: No run has a curve of that name.
+
+        Example:
+            >>> nbaccel.runs.plot("loss")  # doctest: +SKIP
         """
         drawn = [*self._singles()]
         known = dict.fromkeys(name for _, run in drawn for name in run.history.phase.series)

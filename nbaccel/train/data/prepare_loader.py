@@ -97,6 +97,11 @@ class DataLoaderDispatcher(PreparedLoader):
         use_stateful_dataloader, torch_device_mesh, iteration: Accepted as by Accelerate, without effect.
         slice_fn: Cuts one rank's part out of the batch of a round, see `Accelerator.prepare_data_loader`.
         **options: Options of `DataLoader`.
+
+    Example:
+        >>> loader = DataLoaderDispatcher(range(4), batch_size=2)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3]]
     """
 
     def __init__(

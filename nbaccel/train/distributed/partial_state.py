@@ -201,7 +201,14 @@ class AcceleratorState(PartialState):
 
 
 def is_initialized() -> bool:
-    """Return whether this process has made an Accelerator or an `AcceleratorState`."""
+    """Return whether this process has made an Accelerator or an `AcceleratorState`.
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> is_initialized()
+        True
+    """
     return AcceleratorState._was_made
 
 

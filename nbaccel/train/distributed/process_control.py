@@ -116,6 +116,14 @@ class ProcessControl(ABC):
 
         Args:
             function: Any function.
+
+        Example:
+            >>> from nbaccel import PartialState
+            >>> @PartialState().on_local_main_process
+            ... def download() -> str:
+            ...     return "once on each machine"
+            >>> download()
+            'once on each machine'
         """
         return _only_where(lambda: self.is_local_main_process, function)
 
@@ -124,6 +132,14 @@ class ProcessControl(ABC):
 
         Args:
             function: Any function.
+
+        Example:
+            >>> from nbaccel import PartialState
+            >>> @PartialState().on_last_process
+            ... def report() -> str:
+            ...     return "by the last rank"
+            >>> report()
+            'by the last rank'
         """
         return _only_where(lambda: self.is_last_process, function)
 
@@ -135,6 +151,14 @@ class ProcessControl(ABC):
         Args:
             function: Left out where it is used as a decorator: ``@state.on_process(process_index=1)``.
             process_index: The rank.
+
+        Example:
+            >>> from nbaccel import PartialState
+            >>> @PartialState().on_process(process_index=1)
+            ... def report() -> str:
+            ...     return "by rank 1, or by the only process"
+            >>> report()
+            'by rank 1, or by the only process'
         """
         index = _required("process_index", process_index)
         return _decorator(lambda: not self.use_distributed or self.process_index == index, function)
@@ -149,6 +173,14 @@ class ProcessControl(ABC):
         Args:
             function: Left out where it is used as a decorator.
             local_process_index: The local number of that process.
+
+        Example:
+            >>> from nbaccel import PartialState
+            >>> @PartialState().on_local_process(local_process_index=1)
+            ... def report() -> str:
+            ...     return "on each machine once"
+            >>> report()
+            'on each machine once'
         """
         index = _required("local_process_index", local_process_index)
         return _decorator(lambda: not self.use_distributed or self.local_process_index == index, function)
@@ -159,6 +191,11 @@ class ProcessControl(ABC):
         Args:
             *values: What to print.
             **options: Arguments of Python's `print`.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> Accelerator().print("loss", 0.5)
+            loss 0.5
         """
         if self.is_local_main_process:
             print(*values, **options)
@@ -170,6 +207,10 @@ class ProcessControl(ABC):
 
         Ranks with GPUs in one machine meet on the host and do not wait for pending work of their devices. To measure
         time, call `torch.cuda.synchronize()` as well.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> Accelerator().wait_for_everyone()
         """
         self.collectives.barrier()
 
@@ -187,7 +228,13 @@ class ProcessControl(ABC):
         return self._first("main_process_first", self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return the block of `main_process_first`, with one first process per node. Collective, over all nodes."""
+        """Return the block of `main_process_first`, with one first process per node. Collective, over all nodes.
+
+        Example:
+            >>> from nbaccel import PartialState
+            >>> with PartialState().local_main_process_first():
+            ...     data = list(range(3))  # a download; the other ranks of this machine find it in the cache
+        """
         return self._first("local_main_process_first", self.is_local_main_process)
 
     @contextmanager
@@ -208,7 +255,17 @@ class ProcessControl(ABC):
         self.collectives.announce(call)
 
     def set_trigger(self) -> None:
-        """Set a flag on this rank, which all ranks see at the next `check_trigger`; for early stopping."""
+        """Set a flag on this rank, which all ranks see at the next `check_trigger`; for early stopping.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> loss = float("inf")
+            >>> if loss > 1e3:
+            ...     accelerator.set_trigger()  # on this rank
+            >>> accelerator.check_trigger()  # on all
+            True
+        """
         self._is_triggered = True
 
     def check_trigger(self) -> bool:

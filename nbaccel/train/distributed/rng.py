@@ -27,7 +27,12 @@ __all__ = [
 
 
 class RNGType(StrEnum):
-    """Generators that `synchronize_rng_states` knows; plain strings work as well."""
+    """Generators that `synchronize_rng_states` knows; plain strings work as well.
+
+    Example:
+        >>> RNGType("generator")
+        <RNGType.GENERATOR: 'generator'>
+    """
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -76,6 +81,10 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
 
     Raises:
         ValueError: A name is unknown, or "generator" comes without a generator.
+
+    Example:
+        >>> synchronize_rng_states(["torch"])
+        >>> torch.rand(1)  # the same on all ranks  # doctest: +SKIP
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
@@ -87,6 +96,10 @@ def synchronize_rng_state(rng_type: str | RNGType, generator: torch.Generator | 
     Args:
         rng_type: "torch", "cuda" or "generator".
         generator: The generator for "generator".
+
+    Example:
+        >>> generator = torch.Generator()
+        >>> synchronize_rng_state("generator", generator)
     """
     kinds = [kind.value for kind in RNGType]
     if rng_type not in kinds:

@@ -64,6 +64,13 @@ class PreparedOptimizer(Optimizer):
         watch: Reports losses that are not finite.
         raw_steps: Counts steps whose gradients come from the program's own ``loss.backward()``.
         guard: Takes the steps where a lack of memory is survived.
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> model = torch.nn.Linear(1, 1)
+        >>> model, optimizer = Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> isinstance(optimizer, torch.optim.Optimizer)
+        True
     """
 
     def __init__(
@@ -311,6 +318,14 @@ class PreparedScheduler:
         optimizers: The prepared optimizers.
         accumulation: Says whether the current batch ends a step.
         moves_per_step: The number of ranks, or 1 with split batches. 0 follows every call of the program.
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+        >>> optimizer, scheduler = Accelerator().prepare(optimizer, scheduler)
+        >>> scheduler.get_last_lr()
+        [0.1]
     """
 
     def __init__(

@@ -37,7 +37,12 @@ __all__ = [
 
 
 class KwargsHandler:
-    """Base of handlers: a dataclass of options. Fields may be assigned until an Accelerator is made with it."""
+    """Base of handlers: a dataclass of options. Fields may be assigned until an Accelerator is made with it.
+
+    Example:
+        >>> isinstance(AutocastKwargs(), KwargsHandler)
+        True
+    """
 
     __slots__ = ()
 
@@ -57,7 +62,11 @@ class KwargsHandler:
 
 
 class DDPCommunicationHookType(StrEnum):
-    """Compression of DDP's gradients: none, half precision, or low-rank factors (PowerSGD, arXiv:1905.13727)."""
+    """Compression of DDP's gradients: none, half precision, or low-rank factors (PowerSGD, arXiv:1905.13727).
+
+    Example:
+        >>> handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -145,6 +154,10 @@ class AutocastKwargs(KwargsHandler):
     Args:
         enabled: False computes in full precision.
         cache_enabled: Whether casts of weights are cached; None leaves torch's choice.
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)])
     """
 
     enabled: bool = True
@@ -159,6 +172,10 @@ class InitProcessGroupKwargs(KwargsHandler):
         backend: "gloo", "nccl" and so on; None chooses by device.
         init_method: Where the ranks meet; None is as they were launched.
         timeout: The longest time of a collective; None is torch's.
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))])
     """
 
     backend: str | None = None
@@ -179,6 +196,10 @@ class ProfileKwargs(KwargsHandler):
         on_trace_ready: Called with the profiler after each cycle of the schedule.
         record_shapes, profile_memory, with_stack, with_flops, with_modules: As torch documents them.
         output_trace_dir: A folder, made if missing, for ``profile_{rank}.json`` (open it in chrome://tracing).
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)])
     """
 
     activities: Sequence[Activity] | None = None
