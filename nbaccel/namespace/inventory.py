@@ -196,10 +196,11 @@ class Inventory:
         self.stayed: dict[str, str] = {}
         names = [name for name in names if name in namespace]
         large: deque[int] = deque()
+        many = sys.maxsize if most == sys.maxsize else _MANY  # without a limit no name takes from others
         with no_collections():
             for number, name in enumerate(names, 1):
                 self._add(namespace[name], name)
-                large += self._look(most * number // len(names), _MANY)
+                large += self._look(most * number // len(names), many)
             self._waiting = large
             left = self._look(most)
             for index in [index for index in left if _is_trained(self._objects[index])]:

@@ -57,7 +57,10 @@ _EXACT_VALUES = frozenset(
 _KEYS = frozenset({str, int, float, bool, bytes, type(None)})
 """Types of keys by which a value can be found again."""
 
-_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
+_OF_EVERY_CLASS = frozenset(
+    {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__firstlineno__", "__slotnames__"}
+)
+"""Attributes that are no state of a class; a pickle of an object gives its class the last one."""
 
 
 class _Dict(Kind):

@@ -52,7 +52,7 @@ from nbaccel.train.raw_loop.loader_pass import batches_taken
 __all__ = ["CellDifference", "Remade", "Restored", "StoredDifference"]
 
 _NAME = "difference"
-_VERSION = 2
+_VERSION = 3
 _MOST_NAMED = 3
 """Objects that a message names."""
 
@@ -71,6 +71,10 @@ _OTHER = (
 _TRAINED = (
     " than at the head of the loop in the run that is continued. Either this session has trained already, and the "
     "cells above, which make it, have to run again first; or they make another one now"
+)
+_NOT_THERE = (
+    "no such name is here. Run the cells that make it; ranks that start from a clean process have the names that the "
+    "cell reads, and those in --in"
 )
 _GROWN = f"of another size{_TRAINED}"
 _FILLED = f"with other entries{_TRAINED}"
@@ -243,6 +247,8 @@ class StoredDifference:
         grown = [text for text, size in sizes.items() if text in there and _size(there[text]) != size]
         if grown:
             raise CannotResume(f"{_listed(map(_shown_text, grown))}: {_GROWN}")
+        if lost := [text for text in changes if text not in there and _root_of(text) not in head.roots]:
+            raise CannotResume(f"{_listed(map(_shown_text, lost))}: {_NOT_THERE}")
         now = head.sums(without=without)
         missing = [text for text in changes if text not in there]
         _compare([*missing, *(text for text, total in sums.items() if now.get(text) != total)])
@@ -482,11 +488,21 @@ def _refuse(name: str, what: str) -> NoReturn:
 
 def _shown_text(text: str) -> str:
     """Return the place behind a text of a file as a person writes it."""
+    place = _place_of(text)
+    return "an object" if place is None else shown(place)
+
+
+def _root_of(text: str) -> str:
+    place = _place_of(text)
+    return "" if place is None else place.name
+
+
+def _place_of(text: str) -> ObjectPlace | None:
     try:
         name, steps = ast.literal_eval(text if len(text) <= _LONGEST_PLACE else "")
-        return shown(ObjectPlace(str(name), tuple(steps)))
+        return ObjectPlace(str(name), tuple(steps))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return "an object"
+        return None
 
 
 _LONGEST_PLACE = 2_000
@@ -542,7 +558,8 @@ def _remade(remade: Remade, loader: Any, created: Any, first: Any, taken: Any) -
 
 def _facts(head: HeadState, names: Collection[str]) -> dict[str, Any]:
     """Return plain values of names that the file does not bind: the run that goes on has its own, and says so."""
-    found = {root: value for root, value in head.roots.items() if type(value) in SCALARS and root not in names}
+    there = head.compared_roots()
+    found = {root: value for root, value in there.items() if type(value) in SCALARS and root not in names}
     return {root: repr(found[root])[:_LONGEST_FACT] for root in list(found)[:_MOST_FACTS]}
 
 
@@ -581,8 +598,8 @@ def _with_settings(head: HeadState, changed: list[tuple[Seen, Any]]) -> list[tup
 
 def _held_settings(head: HeadState) -> Iterator[Seen]:
     """Yield the dictionaries, and lists of numbers, that settings of optimizers and schedulers are in."""
-    there = {id(seen.obj): seen for seen in head.objects().values()}
-    for seen in head.objects().values():
+    there = {id(seen.obj): seen for _, seen in head.compared()}
+    for seen in there.values():
         held: list[Any] = []
         if issubclass(type(seen.obj), torch.optim.Optimizer):
             held = [each for each in vars(seen.obj).get("param_groups", ()) if type(each) is dict]
@@ -637,7 +654,7 @@ def _notes_on_settings(then: Mapping[str, Any], there: Mapping[str, Seen]) -> li
 def _loaders(head: HeadState) -> dict[str, list[Any]]:
     """Return by what each loader makes its batches, by the text of its place."""
     found: dict[str, list[Any]] = {}
-    for text, seen in head.objects().items():
+    for text, seen in head.compared():
         if issubclass(type(seen.obj), DataLoader):
             own = vars(seen.obj)
             batches = own.get("batch_sampler")

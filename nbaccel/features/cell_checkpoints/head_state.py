@@ -68,10 +68,11 @@ def local_name(root: str) -> str:
     return root.rpartition(":")[2]
 
 
-def users_roots(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the roots that are the user's, globals first."""
-    users = {root: value for root, value in roots.items() if is_the_users(local_name(root))}
-    return {root: users[root] for root in sorted(users, key=lambda root: ":" in root)}
+def users_roots(roots: Mapping[str, Any], compared: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the roots that are the user's, sorted: those in `compared` first, and globals before locals."""
+    users = [root for root in roots if is_the_users(local_name(root))]
+    users.sort(key=lambda root: (compared is not None and root not in compared, ":" in root, root))
+    return {root: roots[root] for root in users}
 
 
 def shown(place: ObjectPlace) -> str:
@@ -180,10 +181,13 @@ class HeadState:
 
     Args:
         roots: Values by root, see above; those of Python and IPython are left out.
-        are_names: They are sorted, globals first; otherwise they count as they come.
+        are_names: They are sorted; otherwise they count as they come.
+        compared: Those that a run which goes on has to have in the same state, however its ranks are started, see
+            `CellNames`; None for all. Places of objects begin at one of these where possible.
 
     Attributes:
-        roots: Without these, globals first: a function whose call is over has no locals when a run goes on.
+        roots: Without these, sorted. Globals are before locals: a function whose call is over has none when a run goes
+            on.
 
     Example:
         >>> history = []
@@ -193,8 +197,11 @@ class HeadState:
         [(0, 0, [0.5])]
     """
 
-    def __init__(self, roots: Mapping[str, Any], are_names: bool = True) -> None:
-        self.roots = users_roots(roots) if are_names else dict(roots)
+    def __init__(
+        self, roots: Mapping[str, Any], are_names: bool = True, compared: Collection[str] | None = None
+    ) -> None:
+        self.roots = users_roots(roots, compared) if are_names else dict(roots)
+        self._compared = self.roots.keys() if compared is None else frozenset(compared)
         self._kinds = KindsOfCells()
         self._inventory = Inventory(self.roots, self.roots, is_copy=False, most=sys.maxsize, kinds=self._kinds)
         self._objects: dict[str, Seen] = {}
@@ -230,6 +237,17 @@ class HeadState:
                 if isinstance(value, type):
                     self._objects.setdefault(text_of(ObjectPlace(root)), Seen(value, Kind(), None, ObjectPlace(root)))
         return self._objects
+
+    def compared(self) -> Iterator[tuple[str, Seen]]:
+        """Yield those of `objects` that a run which goes on has to have in the same state, with the text of the place.
+
+        Others are those of names that the cell does not read: a rank that starts from a clean process has none.
+        """
+        yield from ((text, seen) for text, seen in self.objects().items() if seen.place.name in self._compared)
+
+    def compared_roots(self) -> dict[str, Any]:
+        """Return the roots that are compared."""
+        return {root: value for root, value in self.roots.items() if root in self._compared}
 
     def changes(self) -> Iterator[tuple[Seen, Any]]:
         """Yield the objects that have changed, each with the content of the change.
@@ -271,7 +289,8 @@ class HeadState:
             if kind is not None and (doubt := kind.doubt(obj, mark)) and self._inventory.is_near(obj):
                 place = self._inventory.place(obj)
                 assert place is not None, "it is near a name"
-                found.append(f"{shown(place)}: {doubt}, and is not in the checkpoint")
+                if place.name in self._compared:
+                    found.append(f"{shown(place)}: {doubt}, and is not in the checkpoint")
         return found
 
     def unreachable(self, roots: Mapping[str, Any]) -> list[str]:
@@ -307,7 +326,7 @@ class HeadState:
         found: dict[str, Any] = {}
         rest: dict[str, int] = {}
         count: Counter[str] = Counter()
-        for text, seen in self.objects().items():
+        for text, seen in self.compared():
             if text in without or (digest := self._digest(text, seen)) is None:
                 continue
             root = seen.place.name

@@ -23,6 +23,7 @@ from nbaccel.base.events import LoopKind, SavesItself, SavingAtStop, TrainingMod
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import CannotResume, CannotSave, RunStopped
 from nbaccel.features.cell_checkpoints import random_states
+from nbaccel.features.cell_checkpoints.cell_names import CellNames
 from nbaccel.features.cell_checkpoints.checkpoint_folder import CellPosition, CellSave, conditions, is_of_cell
 from nbaccel.features.cell_checkpoints.continuation import Continuation
 from nbaccel.features.cell_checkpoints.difference import CellDifference
@@ -100,6 +101,7 @@ class CellSaves:
         self._foreign = None if is_of_ours else found
         self._continuation = Continuation(found, self, marks) if found is not None and is_of_ours else None
         self._cell = MarkedCell(source, namespace, self, self._continuation)
+        self._names = CellNames(source, namespace)
 
     @property
     def has_written(self) -> bool:
@@ -206,7 +208,7 @@ class CellSaves:
             )
         if self.head is None:
             self._say_if_it_begins()
-        self.head = HeadState(roots)
+        self.head = HeadState(roots, compared=self._names.compared(roots))
 
     def at_boundary(self, boundary: Boundary) -> None:
         """Save if it is time, or leave if the run is to end.
@@ -217,6 +219,7 @@ class CellSaves:
         """
         if not self._is_on or window_is_open():
             return
+        self._names.let_go()
         under_way = step_under_way()
         step = boundary.steps if under_way is None else under_way + 1
         self._refuse_early(boundary)

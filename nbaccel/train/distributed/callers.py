@@ -25,6 +25,7 @@ __all__ = [
     "lasting_place",
     "library_that_trains",
     "place_of_call",
+    "program_frames",
     "users_frames",
     "users_line",
     "users_name",
@@ -112,6 +113,14 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return copy
 
 
+def program_frames(most: int) -> Iterator[FrameType]:
+    """Yield these frames up to that of the cell, or of the module: what has started it differs between processes."""
+    for frame in users_frames(most):
+        yield frame
+        if frame.f_code.co_name == "<module>":
+            return
+
+
 _TRAINS = {
     "transformers.trainer": "transformers",
     "lightning": "lightning",
@@ -146,7 +155,7 @@ def place_of_call() -> int:
 
 def lasting_place() -> int:
     """Return a number for the user's own lines that led here; equal in another process that runs the same program."""
-    frames = (frame for frame in users_frames(_MOST_DEPTH) if not is_of_library(frame.f_code.co_filename))
+    frames = (frame for frame in program_frames(_MOST_DEPTH) if not is_of_library(frame.f_code.co_filename))
     return zlib.crc32(" ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in frames).encode())
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nbaccel.errors import NotPrepared
-from nbaccel.train.distributed.callers import users_frames
+from nbaccel.train.distributed.callers import program_frames
 from nbaccel.train.raw_loop.batch_parts import GivenBatches
 from nbaccel.train.raw_loop.exchange import Round
 from nbaccel.train.raw_loop.gradient_weights import Header, References, differ, digest
@@ -252,7 +252,7 @@ class ShapeOfLoss:
     """
 
     def __init__(self) -> None:
-        self._lines = " ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in users_frames(_FRAMES))
+        self._lines = " ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in program_frames(_FRAMES))
 
     def of(self, terms: Sequence[Term]) -> int:
         return digest(" ".join([*(type(term.node).__name__ for term in terms), self._lines]))

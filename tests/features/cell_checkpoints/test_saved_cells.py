@@ -90,6 +90,10 @@ class Sessions:
         weights = torch.cat([value.flatten() for value in names["model"].state_dict().values()])
         return weights.tolist(), list(names["history"]), names["step"]
 
+    def best(self) -> list[float]:
+        best = self._notebook.names["best"]
+        return [best["score"].value, *torch.cat([each.flatten() for each in best["state"].values()]).tolist()]
+
 
 @pytest.fixture
 def sessions(notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sessions:
@@ -130,6 +134,46 @@ def test_statistics_of_parts_of_a_batch_go_on_in_two_ranks(sessions: Sessions, s
     cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{LOOP}")
     assert "the first loss is" not in cell.stdout + cell.stderr
     assert sessions.trained() == expected
+
+
+OTHER_NAMES = """
+an_alias = model
+all_of_it = [model, optimizer, loader, history]
+drawn_anew = torch.rand(3, generator=torch.Generator().manual_seed(time.time_ns() % 2**31))
+another = torch.nn.Linear(2, 2)
+another_optimizer = torch.optim.SGD(another.parameters(), lr=time.time_ns() % 1000 / 1e3)
+others = DataLoader([1, 2, 3], batch_size=1 + time.time_ns() % 3)
+loss = inputs = [time.time_ns()]
+class Score:
+    def __init__(self, value):
+        self.value = value
+best = {"score": Score(9.0), "state": None, "kept": all_of_it}
+def note(value):
+    if value < best["score"].value:
+        best["score"], best["state"] = Score(value), {k: v.clone() for k, v in model.state_dict().items()}
+"""
+"""Names that the cell does not read, some before those that it does, and objects that it finds by several names."""
+
+NOTES = LOOP.replace("    history.append(loss.item())\n", "    history.append(loss.item())\n    note(loss.item())\n")
+STARTS = ("-n 1 --start fork", "-n 1 --start zygote", "--start inline", "-n 2 --start fork", "-n 2 --start zygote")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("then", STARTS)
+@pytest.mark.parametrize("now", STARTS)
+def test_a_run_goes_on_however_the_ranks_are_started(sessions: Sessions, then: str, now: str) -> None:
+    """A forked rank has all names of the notebook, and a clean process those that the cell reads."""
+    sessions.above = ABOVE + OTHER_NAMES
+    sessions.begin()
+    sessions.do(f"%%accelerate {now} {SAVES.format('undisturbed')}\n{NOTES}")
+    expected, best = sessions.trained(), sessions.best()
+    sessions.end(f"{then} {SAVES.format('saved')}", 7, NOTES)
+    cell = sessions.do(f"%%accelerate {now} {SAVES.format('saved')} --resume\n{NOTES}")
+    assert "continuing from saved/checkpoint_6: step 6\n" in cell.stdout
+    if then[:4] == now[:4] or ("inline" in then + now and "-n 2" not in then + now):
+        assert (sessions.trained(), sessions.best()) == (expected, best)
+    else:
+        assert sessions.trained()[0] == pytest.approx(expected[0], abs=0.05), "dropout draws other numbers"
 
 
 TWO_LOADERS = LOOP.replace(

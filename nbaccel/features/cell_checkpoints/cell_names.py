@@ -1,0 +1,70 @@
+"""CellNames: the names of a notebook whose objects decide how a cell runs. Runs in ranks.
+
+A rank that is forked has all names of the notebook, and one that starts from a clean process only those that the cell
+reads. A checkpoint compares, and finds objects by, those that both have, so that either can go on with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.namespace.names import (
+    READ_BY_TEXT,
+    made_before_read,
+    names_in_magics,
+    names_read,
+    not_read,
+    with_their_own,
+)
+
+__all__ = ["CellNames"]
+
+
+class CellNames:
+    """The names that a cell may read, and those that it has bound. Made before the cell runs.
+
+    A value that an earlier run of the cell has left, and that this one makes anew, is none of them until it has.
+
+    Args:
+        namespace: The notebook, as the cell finds it.
+
+    Example:
+        >>> notebook = {"data": [1], "loss": 0.5, "other": [2]}
+        >>> names = CellNames(CellSource("total = sum(data)\\nloss = total", "In [2]"), notebook)
+        >>> notebook["total"] = 1
+        >>> sorted(names.compared(notebook))
+        ['data', 'total']
+    """
+
+    def __init__(self, source: CellSource, namespace: Mapping[str, Any]) -> None:
+        parts = source.compile()
+        reads = names_read(parts) | names_in_magics(source.code)
+        self._reads = with_their_own(reads - made_before_read(source.code), namespace)
+        self._reads -= not_read(source.code, namespace)
+        if READ_BY_TEXT & reads:
+            self._reads |= namespace.keys()
+        self._began = {name: _referred(value) for name, value in namespace.items()}
+
+    def compared(self, roots: Mapping[str, Any]) -> frozenset[str]:
+        """Return those of `roots`, names and locals of functions, that the cell may read or has bound."""
+        began = self._began
+        return frozenset(
+            root
+            for root, value in roots.items()
+            if root in self._reads or root not in began or began[root]() is not value
+        )
+
+    def let_go(self) -> None:
+        """Keep no value of before the cell: the state at the head is taken."""
+        self._began.clear()
+
+
+def _referred(value: Any) -> Callable[[], Any]:
+    """Return a function that returns `value`; one that is rebound, such as a model, is not kept where possible."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
