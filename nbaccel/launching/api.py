@@ -214,7 +214,8 @@ def _show(
     """
     assert isinstance(spec.task, FunctionTask)
     title = _describe_call(spec.task.function, spec.task.args, spec.task.kwargs)
-    return show_run(launcher, spec.devices, survey, title, aside), title
+    shown = show_run(launcher, spec.devices, survey, title, aside, is_elsewhere=spec.fork_server is not None)
+    return shown, title
 
 
 def show_run(
@@ -224,6 +225,7 @@ def show_run(
     title: str,
     aside: ModelsOnHost | None = None,
     *,
+    is_elsewhere: bool = False,
     frames: PanelSink | None = None,
     screen: Screen | None = None,
 ) -> RunView:
@@ -231,6 +233,7 @@ def show_run(
 
     Args:
         aside: The objects that the notebook moves off the GPUs during the run.
+        is_elsewhere: The GPUs are those of other machines: nothing is known here of who holds their memory.
         frames, screen: See `Views.show`.
     """
     facts = RunFacts(title, str(devices), devices.names())
@@ -238,7 +241,8 @@ def show_run(
         shell_here(), devices.num_processes, facts, survey.platform, says_end=False, frames=frames, screen=screen
     )
     freed_on = (lambda device: 0) if aside is None else aside.bytes_on
-    entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # GPUs that a new process will use
+    # GPUs that a new process of this machine will use
+    entered = () if is_elsewhere or (devices.is_here and _uses_cuda()) else devices.gpus
     for line in [*_without_gpus(devices), *before_a_run(entered, freed_on)]:
         shown.write("stderr", f"{line}\n")
     return shown

@@ -5,7 +5,6 @@ The notebook's side is a script in the head's namespace, since Ray reaches it by
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,45 +15,13 @@ from typing import Any
 
 import pytest
 
+from features.cluster.launches import SCRIPT, lines_of
 from features.cluster.machines import FRONT, HOSTS, Machines, NoMachines, two_machines
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
 
 PORT = 26379
 ADDRESS = f"ray://{FRONT}:{PORT}"
-
-SCRIPT = """
-import json, os, sys, time
-import torch
-import nbaccel
-from nbaccel import Accelerator
-
-def where(factor):
-    accelerator = Accelerator(cpu=True)
-    total = accelerator.reduce(torch.ones(1) * accelerator.process_index, "sum")
-    return factor * int(total), os.environ["NODE_RANK"], os.environ["GLOO_SOCKET_IFNAME"]
-
-def fails():
-    accelerator = Accelerator(cpu=True)
-    if accelerator.process_index == 3:
-        raise ZeroDivisionError("of rank 3")
-    accelerator.wait_for_everyone()
-
-def told(act):
-    began = time.monotonic()
-    try:
-        said = act()
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    print(json.dumps([said, time.monotonic() - began]), flush=True)
-
-if __name__ == "__main__":
-    for address in sys.argv[1:]:
-        launch = lambda function, *args: nbaccel.launch(function, 4, args, cpu=True, nodes=address).values
-        told(lambda: launch(where, 10))
-        told(lambda: launch(where, 1))
-        told(lambda: launch(fails))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -109,31 +76,37 @@ def _wait_for(log: Path, text: str) -> None:
         time.sleep(0.2)
 
 
-def run(cluster: tuple[Machines, Path, dict[str, str]], *addresses: str, **environ: str) -> list[Any]:
+def run(cluster: tuple[Machines, Path, dict[str, str]], what: str, *addresses: str, **environ: str) -> list[Any]:
     """What the script has said, and in how many seconds, line by line."""
     machines, folder, known = cluster
     (folder / "script.py").write_text(SCRIPT)
-    command = ["ip", "netns", "exec", machines.spaces["front"], sys.executable, str(folder / "script.py"), *addresses]
+    front = ["ip", "netns", "exec", machines.spaces["front"]]
+    command = [*front, sys.executable, str(folder / "script.py"), what, *addresses]
     done = subprocess.run(
         command, env={**known, **environ}, cwd=folder, capture_output=True, text=True, timeout=200, check=False
     )
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(said) == 3 * len(addresses), done.stdout + done.stderr
+    said = lines_of(done.stdout)
+    assert len(said) == {"functions": 3, "cells": 2}[what] * len(addresses), done.stdout + done.stderr
     return said
 
 
 def test_ranks_on_rays_nodes_meet_and_a_second_launch_is_quick(cluster: Any) -> None:
-    first, second, failed = run(cluster, ADDRESS)
-    assert [total for total, _, _ in first[0]] == [60] * 4
-    assert [node for _, node, _ in first[0]] == ["0", "0", "1", "1"]
-    assert {interface for _, _, interface in first[0]} == {"eth0"}
+    first, second, failed = run(cluster, "functions", ADDRESS)
+    assert [total for total, _ in first[0]] == [60] * 4
+    assert [names["NODE_RANK"] for _, names in first[0]] == ["0", "0", "1", "1"]
+    assert {names["GLOO_SOCKET_IFNAME"] for _, names in first[0]} == {"eth0"}
     assert second[0][0][0] == 6
     assert second[1] < 10
     assert failed[0] == "ZeroDivisionError: of rank 3"
 
 
+def test_cells_train_there_as_in_four_local_ranks(cluster: Any) -> None:
+    for difference, _ in run(cluster, "cells", ADDRESS):
+        assert difference < 1e-6
+
+
 def test_what_leads_to_no_cluster_is_refused_within_seconds(cluster: Any) -> None:
-    said = run(cluster, f"ray://{FRONT}:1", "ray://nowhere")
+    said = run(cluster, "functions", f"ray://{FRONT}:1", "ray://nowhere")
     assert all(seconds < 12 for _, seconds in said)
     assert said[0][0].startswith(f"LaunchRefused: nobody listens at {FRONT}:1 (Connection refused)")
     assert said[3][0].startswith("LaunchRefused: --nodes ray://HOST:PORT names a cluster by its head's address")
@@ -141,7 +114,7 @@ def test_what_leads_to_no_cluster_is_refused_within_seconds(cluster: Any) -> Non
 
 @pytest.mark.parametrize("environ", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "wrong" * 8}])
 def test_without_the_clusters_token_nobody_gets_in_and_is_told_why(cluster: Any, environ: dict[str, str]) -> None:
-    text, seconds = run(cluster, ADDRESS, **environ)[0]
+    text, seconds = run(cluster, "functions", ADDRESS, **environ)[0]
     assert text.startswith("LaunchRefused: ")
     assert "token" in text
     assert seconds < 15

@@ -3,7 +3,6 @@ script."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,43 +14,17 @@ from typing import Any
 
 import pytest
 
+from features.cluster.launches import SCRIPT, lines_of
 from features.cluster.machines import FRONT, HOSTS, Machines, NoMachines, two_machines
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "salloc", "srun", "scontrol")
 
-SCRIPT = """
-import json, os, time
-import torch
-import nbaccel
-from nbaccel import Accelerator
-
-def where(factor):
-    accelerator = Accelerator(cpu=True)
-    total = accelerator.reduce(torch.ones(1) * accelerator.process_index, "sum")
-    return factor * int(total), os.environ["NODE_RANK"], os.environ["SLURMD_NODENAME"]
-
-def fails():
-    accelerator = Accelerator(cpu=True)
-    if accelerator.process_index == 3:
-        raise ZeroDivisionError("of rank 3")
-    accelerator.wait_for_everyone()
-
-if __name__ == "__main__":
-    for function, args in ((where, (10,)), (where, (1,)), (fails, ())):
-        began = time.monotonic()
-        try:
-            said = nbaccel.launch(function, 4, args, cpu=True, nodes="slurm").values
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        print(json.dumps([said, time.monotonic() - began]), flush=True)
-"""
-
 
 @pytest.fixture(scope="module")
 def allocation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Runs a script inside of an allocation of both machines."""
+    """Runs the script inside of an allocation of both machines."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         pytest.skip(f"there is no {missing[0]} here (Debian: slurmctld, slurmd, slurm-client, munge)")
     folder = Path(tmp_path_factory.mktemp("slurm"))
@@ -80,11 +53,11 @@ def allocation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             for host in HOSTS:
                 start(machines.spaces[host], host, "slurmd", "-D", "-f", str(folder / "slurm.conf"), own=True)
 
-            def inside(script: str, timeout_s: float = 200) -> list[Any]:
-                (folder / "script.py").write_text(script)
+            def inside(what: str, timeout_s: float = 200) -> list[Any]:
+                (folder / "script.py").write_text(SCRIPT)
                 command = ["ip", "netns", "exec", machines.spaces["front"], "salloc", "-N2", "--quiet"]
                 done = subprocess.run(
-                    [*command, sys.executable, str(folder / "script.py")],
+                    [*command, sys.executable, str(folder / "script.py"), what, "slurm"],
                     env={**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                     cwd=folder,
                     capture_output=True,
@@ -92,7 +65,7 @@ def allocation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
                     timeout=timeout_s,
                     check=False,
                 )
-                said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+                said = lines_of(done.stdout)
                 assert said, f"{done.stdout}{done.stderr}{_logs(folder)}"
                 return said
 
@@ -143,9 +116,15 @@ def _logs(folder: Path) -> str:
 
 
 def test_ranks_of_an_allocation_meet_fail_by_name_and_are_quick_the_second_time(allocation: Any) -> None:
-    first, second, failed = allocation(SCRIPT)
-    assert [value[0] for value in first[0]] == [60] * 4, first
-    assert [tuple(value[1:]) for value in first[0]] == [("0", "east"), ("0", "east"), ("1", "west"), ("1", "west")]
+    first, second, failed = allocation("functions")
+    assert [total for total, _ in first[0]] == [60] * 4, first
+    where = [(names["NODE_RANK"], names["SLURMD_NODENAME"]) for _, names in first[0]]
+    assert where == [("0", "east"), ("0", "east"), ("1", "west"), ("1", "west")]
     assert second[0][0][0] == 6
     assert second[1] < 10
     assert failed[0] == "ZeroDivisionError: of rank 3"
+
+
+def test_cells_train_there_as_in_four_local_ranks(allocation: Any) -> None:
+    for difference, _ in allocation("cells"):
+        assert difference < 1e-6
