@@ -33,6 +33,9 @@ DESIGN = REPOSITORY / "docs" / "design"
 
 DOCS = REPOSITORY / "docs"
 
+NO_GUIDES = {"benchmarks", "flags", "index", "limits", "troubleshooting"}
+"""Pages of docs/ that say what there is, and not what to do."""
+
 SECTIONS = [
     "Install",
     "The cell",
@@ -86,6 +89,14 @@ def _complaint_about(link: str, page: Path) -> str | None:
     return f"has no heading {anchor}" if anchor and anchor not in anchors(target) else None
 
 
+def test_a_guide_begins_with_what_to_write() -> None:
+    """The first block of its code stands in its first fifteen lines."""
+    guides = [page for page in DOCS.glob("*.md") if page.stem not in NO_GUIDES]
+    first = {page.name: next((block.line for block in blocks(page)), None) for page in guides}
+    assert len(guides) >= 30
+    assert not {name: line for name, line in first.items() if line is None or line > 15}
+
+
 def test_the_first_cell_is_that_of_the_readme() -> None:
     """All pages continue a notebook that begins with it."""
     assert blocks(DOCS / "first-cell.md", "python")[0].text == blocks(README, "python")[0].text
@@ -96,6 +107,15 @@ def test_lines_that_install_in_a_notebook_are_those_of_the_readme() -> None:
     installing = {line.strip() for text in shown for line in text.splitlines() if "%pip install" in line}
     assert installing
     assert not {line for line in installing if line not in README.read_text()}
+
+
+def test_sentences_that_were_hard_to_read_stay_replaced() -> None:
+    sentences = tomllib.loads((REPOSITORY / "tests" / "rewritten_page_sentences.toml").read_text())["sentence"]
+    pages = {str(page.relative_to(REPOSITORY)): " ".join(page.read_text().split()) for page in PAGES}
+    wrong = [f"{page} has again: {each['old']}" for each in sentences for page in pages if each["old"] in pages[page]]
+    wrong += [f"{each['file']} lacks: {each['new']}" for each in sentences if each["new"] not in pages[each["file"]]]
+    assert len(sentences) >= 80
+    assert not wrong, "see tests/rewritten_page_sentences.toml\n" + "\n".join(wrong)
 
 
 def test_ten_questions_have_a_page_a_heading_and_a_name_in_the_code() -> None:
