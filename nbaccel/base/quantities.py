@@ -27,12 +27,12 @@ __all__ = [
     "parse_seconds",
     "plural",
     "rate",
-    "said",
     "seconds_of",
     "short_count",
     "span",
     "three_digits",
     "ticks",
+    "time_text",
     "with_article",
 ]
 
@@ -109,17 +109,17 @@ def seconds_of(time: str | float | timedelta) -> float:
     return seconds
 
 
-def said(seconds: float) -> str:
-    """Format a time with its units.
+def time_text(seconds: float) -> str:
+    """Return a time as `parse_seconds` reads it, exactly: as the value of a flag.
 
     Example:
-        >>> said(41400.0), said(90), said(0.5)
-        ('11 h 30 min', '1 min 30 s', '0.5 s')
+        >>> time_text(41400.0), time_text(90), time_text(0.5)
+        ('11h30min', '1min30s', '0.5s')
     """
     hours, rest = divmod(seconds, 3600)
     minutes, rest = divmod(rest, 60)
     parts = [(hours, "h"), (minutes, "min"), (round(rest, 1), "s")]
-    return " ".join(f"{number:g} {unit}" for number, unit in parts if number) or "0 s"
+    return "".join(f"{number:g}{unit}" for number, unit in parts if number) or "0s"
 
 
 _DIGITS = 4
@@ -160,17 +160,22 @@ def _tick(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration.
+    """Format a time for a person to read; every line and picture that shows one uses this function.
+
+    A whole number of seconds, such as a limit, is exact, and has no digit after the point.
 
     Example:
-        >>> duration(0.42), duration(12), duration(75), duration(3725), duration(90000)
-        ('0.4 s', '0:12', '1:15', '1:02:05', '25:00:00')
+        >>> duration(0.42), duration(12.61), duration(12), duration(125), duration(3725), duration(41400)
+        ('0.4 s', '12.6 s', '12 s', '2 min 05 s', '1 h 02 min', '11 h 30 min')
     """
-    if seconds < 9.95:
-        return f"{max(seconds, 0.0):.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if seconds < 59.95:
+        is_whole = math.isclose(seconds, round(seconds), abs_tol=1e-6)
+        return f"{max(seconds, 0.0):.{0 if is_whole else 1}f} s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02} s" if rest else f"{minutes} min"
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours} h {rest:02} min" if rest else f"{hours} h"
 
 
 def gigabytes(nbytes: float) -> str:

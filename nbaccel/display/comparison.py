@@ -77,9 +77,9 @@ class RunComparison:
     Example:
         >>> from nbaccel.display.history import History
         >>> comparison = RunComparison()
-        >>> comparison.finish(Panel(History(1)), 2.0, RunState("done", "done in 2.0 s"))
+        >>> comparison.finish(Panel(History(1)), 2.0, RunState("done", "done in 2 s"))
         >>> comparison.bundle()["text/plain"]
-        '1. run: done in 2.0 s'
+        '1. run: done in 2 s'
     """
 
     def __init__(self) -> None:

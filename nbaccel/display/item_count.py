@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.base.events import ItemsDone
-from nbaccel.base.quantities import plural, rate, said
+from nbaccel.base.quantities import duration, plural, rate
 from nbaccel.display.course import Pace
 
 __all__ = [
@@ -157,11 +157,11 @@ def roughly(seconds: float) -> str:
 
     Example:
         >>> roughly(12.3), roughly(100), roughly(3725), roughly(90_000)
-        ('12 s', '2 min', '1 h 2 min', '25 h')
+        ('12 s', '2 min', '1 h 02 min', '25 h')
     """
     if seconds < 1.5 * _MINUTE_S:
-        return said(round(seconds))
+        return duration(round(seconds))
     if seconds < _HOUR_S:
         return f"{round(seconds / _MINUTE_S)} min"
     minutes = round(seconds / _MINUTE_S)
-    return said(minutes * _MINUTE_S) if seconds < 10 * _HOUR_S else f"{round(seconds / _HOUR_S)} h"
+    return duration(minutes * _MINUTE_S) if seconds < 10 * _HOUR_S else f"{round(seconds / _HOUR_S)} h"

@@ -109,7 +109,7 @@ class RunState:
         hint: What the user may do, "Stop: interrupt the kernel".
 
     Example:
-        >>> RunState("done", "done in 0:41, 500 steps").is_over
+        >>> RunState("done", "done in 41 s, 500 steps").is_over
         True
     """
 
@@ -133,11 +133,11 @@ class RunState:
 
         Example:
             >>> RunState.ended("done", 41.0, 500).sentence
-            'done in 0:41, 500 steps'
+            'done in 41 s, 500 steps'
             >>> RunState.ended("done", 41.0, 500, attempts=3).sentence
-            'done in 0:41, 500 steps in the last of 3 attempts'
+            'done in 41 s, 500 steps in the last of 3 attempts'
             >>> RunState.ended("failed", 2.0, 0, "rank 1, ValueError: 11 classes").sentence
-            'failed after 2.0 s: rank 1, ValueError: 11 classes'
+            'failed after 2 s: rank 1, ValueError: 11 classes'
         """
         sentence = f"{word} {'in' if word == 'done' else 'after'} {duration(seconds)}"
         done = plural(steps, "step") if steps else ""
@@ -167,7 +167,7 @@ def line(history: History, facts: RunFacts, seconds: float, state: RunState = RU
         >>> history = History(1)
         >>> history.feed(0, 1.0, Metric({"acc": 0.5}, step=3))
         >>> line(history, RunFacts("Cell In[5]"), seconds=12.0)
-        '4 steps, acc 0.5000, 0:12'
+        '4 steps, acc 0.5000, 12 s'
     """
     words = [state.sentence] if state.sentence else []
     words += _where_now(history, state)
@@ -277,7 +277,7 @@ def _of(done: int, of: int | None) -> str:
 
 
 def times(history: History, seconds: float, state: RunState = RUNNING) -> list[str]:
-    """Return speed, time so far and time left: ["12.4 steps/s", "0:12", "0:28 left"]; only the speed after the end.
+    """Return speed, time so far and time left: ["12.4 steps/s", "12.1 s", "28 s left"]; only the speed after the end.
 
     If the loop waits for batches much of its time, that is added: "45 % of it waiting for data".
     """
@@ -298,7 +298,7 @@ def times(history: History, seconds: float, state: RunState = RUNNING) -> list[s
 
 
 def paces(history: History, state: RunState = RUNNING) -> list[str]:
-    """Return samples per second, time per epoch and learning rate: ["397 samples/s", "0:41 per epoch", "lr 0.0003"].
+    """Return samples per second, time per epoch and learning rate: ["397 samples/s", "41.3 s per epoch", "lr 0.0003"].
 
     After the end the learning rate is left out.
     """

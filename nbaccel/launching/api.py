@@ -19,6 +19,7 @@ from typing import Any
 
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import without_our_frames
+from nbaccel.base.quantities import duration
 from nbaccel.base.settings import STOP
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts
@@ -288,7 +289,7 @@ def how_it_ended(run: Run, ended: RankResults) -> tuple[BaseException | None, st
     if ended.is_timed_out and ended.is_own_limit:
         return None, "stopped"
     if ended.is_timed_out:
-        return TimeoutError(f"the run was stopped after its time limit, {run.seconds:.1f} s"), "stopped"
+        return TimeoutError(f"the run was stopped after its time limit, {duration(run.seconds)}"), "stopped"
     stopped = [rank for rank, report in enumerate(ended.reports) if report is not None and report.status == "stopped"]
     if stopped and run.error is None:  # the code raises it, or somebody has sent the signal to the process
         return KeyboardInterrupt(f"rank {stopped[0]} of {len(ended.reports)} ended by a KeyboardInterrupt"), "stopped"

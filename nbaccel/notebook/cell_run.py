@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from nbaccel.base.events import Listener
 from nbaccel.base.notices import briefly
+from nbaccel.base.quantities import duration
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import NotPrepared, ResultsMissing
 from nbaccel.launching.diagnosis import PostMortem, failed_alike
@@ -292,7 +293,7 @@ def how_a_cell_ended(run: Run, ended: RankResults, plan: LaunchPlan) -> tuple[Ba
         )
         return None, "stopped"
     if ended.is_timed_out and limit is not None:
-        text = f"the run was stopped at its time limit of {limit.seconds:g} s ({limit.flag})."
+        text = f"the run was stopped at its time limit of {duration(limit.seconds)} ({limit.flag})."
         return briefly(TimeoutError(text)), "stopped"
     has_stopped = any(report is not None and report.status == "stopped" for report in ended.reports)
     # Peers of a failed rank are interrupted too: their state does not show how the run ended.
@@ -301,7 +302,7 @@ def how_a_cell_ended(run: Run, ended: RankResults, plan: LaunchPlan) -> tuple[Ba
         steps = "" if done is None else f"; every rank had done {done} steps"
         saved = f". Its training is saved in {run.checkpoint}: --resume goes on from there" if run.checkpoint else ""
         return briefly(
-            KeyboardInterrupt(f"the run was interrupted after {run.seconds:.1f} s{steps}{saved}.")
+            KeyboardInterrupt(f"the run was interrupted after {duration(run.seconds)}{steps}{saved}.")
         ), "stopped"
     return run.error, "done" if run.error is None else "failed"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.base.hardware import Survey
+from nbaccel.base.quantities import duration
 from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.live_panel import Views
 from nbaccel.display.run_view import PanelSink, RunView
@@ -75,7 +76,7 @@ class LastRun:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.cell} {self.end} after {self.seconds:.1f} s"
+        return f"{self.cell} {self.end} after {duration(self.seconds)}"
 
 
 class Session:

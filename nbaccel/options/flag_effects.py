@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 from enum import Enum
 
 from nbaccel.base.events import LoopKind
-from nbaccel.base.quantities import said
+from nbaccel.base.quantities import time_text
 from nbaccel.base.settings import EACH, FSDP, STRATEGIES
 from nbaccel.options.run_options import AUTO, RunOptions
 
@@ -332,7 +332,7 @@ def given_flags(
         text = precision if name == "mixed_precision" and value == AUTO else str(value)
         if text in _NEUTRAL.get(name, ()):
             continue
-        shown = said(value) if name == "time_limit" else str(value)
+        shown = time_text(value) if name == "time_limit" else str(value)
         written = f"{flag} {shown}".strip() if words is None else f"{words.get(name, name)}={value!r}"
         given.append(GivenFlag(name, written, text, getattr(own, name) is not None))
     return tuple(given)

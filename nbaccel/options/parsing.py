@@ -18,7 +18,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbaccel.base.quantities import said
+from nbaccel.base.quantities import time_text
 from nbaccel.options.flags import settings
 from nbaccel.options.run_options import RunOptions
 from nbaccel.options.swept_values import SWEEP, SweptName, cut_out
@@ -144,7 +144,7 @@ def chosen(parser: argparse.ArgumentParser, options: RunOptions) -> dict[str, An
 def _given(action: argparse.Action, options: RunOptions) -> Any:
     """Return a flag's value as it would be given: a time that is stored in seconds gets its units back."""
     value = getattr(options, action.dest)
-    return said(value).replace(" ", "") if action.dest == "time_limit" and value is not None else value
+    return time_text(value) if action.dest == "time_limit" and value is not None else value
 
 
 def described(parser: argparse.ArgumentParser, options: RunOptions) -> str:

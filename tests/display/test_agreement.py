@@ -77,4 +77,4 @@ def test_a_run_of_several_attempts_says_how_many_and_what_its_steps_are() -> Non
         RunState.ended("done", 3.0, history.steps, attempts=history.attempts, kept=history.kept_steps).sentence
         for history in (anew, resumed)
     ]
-    assert sentences == ["done in 3.0 s, 8 steps in the last of 2 attempts", "done in 3.0 s, 16 steps in 2 attempts"]
+    assert sentences == ["done in 3 s, 8 steps in the last of 2 attempts", "done in 3 s, 16 steps in 2 attempts"]

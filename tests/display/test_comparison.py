@@ -10,7 +10,7 @@ from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState
 
-DONE = RunState("done", "done in 0:10, 100 steps")
+DONE = RunState("done", "done in 10 s, 100 steps")
 
 
 def panel(title: str) -> Panel:
@@ -27,7 +27,7 @@ def test_finished_runs_are_rows_above_the_one_that_goes_on() -> None:
     comparison.finish(panel("train(lr=<1>)"), 10.0, RunState("failed", "failed in 0:10: rank 0, ValueError"))
     bundle = comparison.bundle(panel("train(lr=3)"), 2.0)
     assert [line.split(",")[0] for line in bundle["text/plain"].splitlines()[:3]] == [
-        "1. train(lr=0.1): done in 0:10",
+        "1. train(lr=0.1): done in 10 s",
         "2. train(lr=<1>): failed in 0:10: rank 0",
         "train(lr=3): running",
     ]
@@ -43,7 +43,7 @@ def test_finished_runs_are_rows_above_the_one_that_goes_on() -> None:
 def test_a_run_without_numbers_is_a_row_too() -> None:
     comparison = RunComparison()
     comparison.finish(Panel(History(1), RunFacts("a")), 0.1, DONE)
-    assert comparison.bundle()["text/plain"] == "1. a: done in 0:10, 100 steps"
+    assert comparison.bundle()["text/plain"] == "1. a: done in 10 s, 100 steps"
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState
 
-DONE = RunState("done", "done in 0:10, 100 steps")
+DONE = RunState("done", "done in 10 s, 100 steps")
 
 
 def sweep(runs: int) -> RunComparison:
@@ -27,7 +27,7 @@ def words(comparison: RunComparison) -> list[str]:
 
 def test_every_run_has_a_curve_and_a_line_of_words() -> None:
     comparison = sweep(2)
-    comparison.finish(Panel(a_run(1, 50), RunFacts("of $5 and $x^")), 3.0, RunState("failed", "failed after 3.0 s"))
+    comparison.finish(Panel(a_run(1, 50), RunFacts("of $5 and $x^")), 3.0, RunState("failed", "failed after 3 s"))
     figure = draw_runs(comparison)
     assert len(figure.axes[0].lines) == 3
     assert (
@@ -35,7 +35,7 @@ def test_every_run_has_a_curve_and_a_line_of_words() -> None:
     )  # type: ignore[attr-defined]
     assert figure.get_suptitle() == "3 runs: 2 done, 1 failed"
     shown = words(comparison)
-    assert shown[:3] == ["1. train(lr=0)", f"loss {comparison.rows[0].latest:#.4g}", "0:10"]
+    assert shown[:3] == ["1. train(lr=0)", f"loss {comparison.rows[0].latest:#.4g}", "10 s"]
     assert shown[6] == "3. of $5 and $x^"
     assert shown[7].startswith("failed, loss ")
     assert picture(figure, "words").png

@@ -29,7 +29,7 @@ from nbaccel.display.svg import ON_ANY
 
 GIGA = 1_000_000_000
 FAILED = (
-    "Cell In[5]: failed after 2.0 s, 30 steps: rank 1, AttributeError: 'Accelerator' object has no attribute "
+    "Cell In[5]: failed after 2 s, 30 steps: rank 1, AttributeError: 'Accelerator' object has no attribute "
     "'proces_index', 2 ranks on the CPU, seed 878899"
 )
 
@@ -102,7 +102,7 @@ def test_chosen_curves_that_were_never_logged_do_not_break_the_picture_that_is_k
 
 @pytest.mark.parametrize(("world_size", "steps"), [(1, 3), (2, 500), (8, 1000)])
 def test_the_png_is_small_and_sharp(world_size: int, steps: int) -> None:
-    kept = picture(draw(a_run(world_size, steps), title="Cell In[5]: done in 0:50"), "loss 0.5")
+    kept = picture(draw(a_run(world_size, steps), title="Cell In[5]: done in 50 s"), "loss 0.5")
     data = kept.png
     assert len(data) < 60_000
     image = Image.open(io.BytesIO(data))
@@ -119,7 +119,7 @@ def test_no_ticks_of_a_picture_are_laid_out_to_place_a_title(monkeypatch: pytest
         return locations(axis)
 
     monkeypatch.setattr(Axis, "get_majorticklocs", counted)
-    figure = draw(a_run(2, 500), title="Cell In[5]: done in 0:50")
+    figure = draw(a_run(2, 500), title="Cell In[5]: done in 50 s")
     assert len(figure.axes) == 3
     picture(figure, "loss 0.5")
     assert len(laid_out) <= 16  # 33 where titles and all labels look for their place

@@ -21,19 +21,19 @@ def history_of(total: int | None = 1000, before: int = 0) -> History:
 
 def test_the_text_has_progress_speed_time_left_and_each_rank() -> None:
     words = text(history_of(), RunFacts("map(answer, 1,000 items)"), 10.0)
-    assert "202 of 1,000 items, 20 %, 1 failed, 20.2 items/s, 0:10, about 40 s left" in words
+    assert "202 of 1,000 items, 20 %, 1 failed, 20.2 items/s, 10 s, about 40 s left" in words
     assert "rank 0: 100 items, 10.0 items/s, host 0.40 GB" in words
     assert "rank 1: 102 items, 10.2 items/s, 1 failed, host 0.40 GB" in words
 
 
 def test_a_stream_has_no_total_and_no_time_left() -> None:
     words = line(history_of(None), RunFacts(), 10.0)
-    assert words.startswith("202 items, 1 failed, 20.2 items/s, 0:10, memory")
+    assert words.startswith("202 items, 1 failed, 20.2 items/s, 10 s, memory")
 
 
 def test_items_of_an_earlier_run_count_as_done_and_not_for_the_speed() -> None:
     words = line(history_of(before=500), RunFacts(), 10.0)
-    assert words.startswith("702 of 1,000 items, 70 %, 1 failed, 20.2 items/s, 0:10, about 15 s left")
+    assert words.startswith("702 of 1,000 items, 70 %, 1 failed, 20.2 items/s, 10 s, about 15 s left")
 
 
 def test_items_that_another_notebook_finishes_count_for_progress_speed_and_time_left() -> None:
@@ -42,7 +42,7 @@ def test_items_that_another_notebook_finishes_count_for_progress_speed_and_time_
     for at, mine, everywhere in ((0.0, 0, 100), (10.0, 100, 400)):
         history.feed(0, at, ItemsDone(done=mine, everywhere=everywhere))
     words = text(history, RunFacts(), 10.0)
-    assert "400 of 1,000 items, 40 %, 30.0 items/s, 0:10, about 20 s left" in words
+    assert "400 of 1,000 items, 40 %, 30.0 items/s, 10 s, about 20 s left" in words
     assert "rank 0: 100 items, 10.0 items/s" in words
 
 

@@ -15,7 +15,7 @@ from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState
 
 FACTS = RunFacts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
-DONE = RunState("done", "done in 0:50, 500 steps")
+DONE = RunState("done", "done in 50 s, 500 steps")
 
 
 def tree(html: str) -> ElementTree.Element:
@@ -91,7 +91,7 @@ def test_the_end_is_a_sentence_that_is_announced_once() -> None:
 
 @pytest.mark.parametrize("word", ["done", "failed", "stopped"])
 def test_the_state_is_a_word_and_a_sign_not_a_colour_alone(word: str) -> None:
-    assert re.search(rf"[✓✕■] {word}", words(Panel(a_run(), FACTS).html(50.0, RunState(word, f"{word} in 0:50"))))
+    assert re.search(rf"[✓✕■] {word}", words(Panel(a_run(), FACTS).html(50.0, RunState(word, f"{word} in 50 s"))))
 
 
 def test_the_curves_that_were_chosen_are_drawn() -> None:

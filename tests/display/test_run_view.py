@@ -67,8 +67,8 @@ def test_a_panel_is_one_display_that_is_updated_and_ends_as_a_picture() -> None:
     assert [message["kind"] for message in paper.messages] == ["display"] + ["update"] * (frames + 1)
     assert len({message["display_id"] for message in paper.messages}) == 1
     assert sorted(paper.messages[-1]["data"]) == ["image/png", "text/plain"]
-    assert paper.messages[-1]["metadata"]["image/png"]["alt"].startswith("Cell In[5]: done in 5.0 s, 50 steps")
-    assert paper.text.startswith("done in 5.0 s, 50 steps, loss 0.02000")
+    assert paper.messages[-1]["metadata"]["image/png"]["alt"].startswith("Cell In[5]: done in 5 s, 50 steps")
+    assert paper.text.startswith("done in 5 s, 50 steps, loss 0.02000")
 
 
 def test_what_the_picture_needs_is_loaded_with_the_first_frame_and_not_at_the_end(
@@ -101,7 +101,7 @@ def test_a_run_without_numbers_is_shown_after_two_seconds_and_needs_no_picture()
         assert len(paper.messages) == (now == 102.0)
     shown.end("failed", 3.0, ValueError("11 classes\nand more"), rank=1)
     assert sorted(paper.messages[-1]["data"]) == ["text/html", "text/plain"]
-    assert paper.text == "failed after 3.0 s: rank 1, ValueError: 11 classes\n"
+    assert paper.text == "failed after 3 s: rank 1, ValueError: 11 classes\n"
 
 
 def test_frames_that_cost_more_come_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_line_comes_every_half_minute_and_one_at_the_end() -> None:
     first, *_, last = lines = paper.text.splitlines()
     assert len(lines) == 4
     assert first.startswith("epoch 1, batch 300/1,000, step 300, 30 % of this epoch, loss")
-    assert last.startswith("stopped after 1:35, 950 steps, epoch 1, batch 950/1,000")
+    assert last.startswith("stopped after 1 min 35 s, 950 steps, epoch 1, batch 950/1,000")
     assert paper.messages == []
 
 
@@ -230,7 +230,7 @@ def test_a_picture_that_cannot_be_drawn_is_said_and_the_panel_stays(monkeypatch:
     report(shown, clock, 1.0)
     shown.end("done", 1.0)
     assert paper.text == "this run could not be drawn (RuntimeError: no fonts)\n"
-    assert "done in 1.0 s" in paper.messages[-1]["data"]["text/html"]
+    assert "done in 1 s" in paper.messages[-1]["data"]["text/html"]
 
 
 def test_a_script_sees_what_its_ranks_print_and_a_terminal_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,9 +272,9 @@ def test_kaggle_says_that_nobody_watches() -> None:
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (None, "done in 5.0 s, 50 steps"),
-        (ValueError("11 classes"), "failed after 5.0 s, 50 steps: ValueError: 11 classes"),
-        (KeyboardInterrupt(), "stopped after 5.0 s, 50 steps"),
+        (None, "done in 5 s, 50 steps"),
+        (ValueError("11 classes"), "failed after 5 s, 50 steps: ValueError: 11 classes"),
+        (KeyboardInterrupt(), "stopped after 5 s, 50 steps"),
     ],
 )
 def test_a_run_in_this_process_says_how_it_ended_and_lets_its_error_through(
@@ -307,6 +307,6 @@ def test_the_end_counts_all_attempts_and_names_the_one_whose_steps_it_says(kind:
         clock.now += 2.0
         report(shown, clock, 4.0)
     shown.end("done", shown.elapsed_s)
-    assert re.search(r"^done in 0:12, 40 steps in the last of 3 attempts, loss", paper.text, re.M)
+    assert re.search(r"^done in 12 s, 40 steps in the last of 3 attempts, loss", paper.text, re.M)
     for message in paper.messages[-1:]:
-        assert message["data"]["text/plain"].startswith("Cell In[5]: done in 0:12, 40 steps in the last of 3 attempts")
+        assert message["data"]["text/plain"].startswith("Cell In[5]: done in 12 s, 40 steps in the last of 3 attempts")

@@ -115,7 +115,7 @@ def _forms(output: str) -> list[str]:
     """Its lines without times, losses, speed and memory, nor tags of ranks, which depend on when a line comes."""
     untagged = _lines(re.sub(r"^\[\w+( \d)?\] ", "", output.strip(), flags=re.M).splitlines())
     without_speed = [re.sub(r", [\d,.]+ steps/s", "", line) for line in untagged]
-    timed = [re.sub(r"\b(\d+\.\d s|\d+:\d\d)\b", "# s", line) for line in without_speed]  # from 10 s on it is 0:10
+    timed = [re.sub(r"\b\d+(\.\d)? s\b", "# s", line) for line in without_speed]
     return [re.sub(r"\d+\.\d+( to \d+\.\d+)?", "#", line) for line in timed]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from nbaccel.base.events import LoopKind
 from nbaccel.base.hardware import Platform
-from nbaccel.base.quantities import amount, duration, listed, plural, said
+from nbaccel.base.quantities import amount, duration, listed, plural
 from nbaccel.display.svg import STYLE
 from nbaccel.features.check.dry_run.unreached_lines import not_reached
 from nbaccel.features.check.findings import DryRunResult, FoundError, LineOfSaves, unrun_lines
@@ -397,17 +397,17 @@ class _Writer:
         if limit_s is None:
             yield ReportLine(OK, words)
         elif low > limit_s and expected.may_end_early:
-            yield ReportLine(YELLOW, f"{words} unless it ends earlier, and {whose} ends it after {said(limit_s)}")
+            yield ReportLine(YELLOW, f"{words} unless it ends earlier, and {whose} ends it after {duration(limit_s)}")
         elif low > limit_s:
             yield ReportLine(
                 RED,
-                f"{words}, and {whose} ends it after {said(limit_s)}: fewer epochs, or --checkpoint-every 10min "
+                f"{words}, and {whose} ends it after {duration(limit_s)}: fewer epochs, or --checkpoint-every 10min "
                 "and --resume in the next session",
             )
         elif high > limit_s:
-            yield ReportLine(YELLOW, f"{words}, and {whose} ends it after {said(limit_s)}")
+            yield ReportLine(YELLOW, f"{words}, and {whose} ends it after {duration(limit_s)}")
         else:
-            yield ReportLine(OK, f"{words}; {whose} ends it after {said(limit_s)}")
+            yield ReportLine(OK, f"{words}; {whose} ends it after {duration(limit_s)}")
 
     def _limit(self) -> tuple[float | None, str]:
         limit = self._plan.options.limit
@@ -535,7 +535,7 @@ def _about(seconds: float) -> str:
         ('2 h 10 min', '1 min 15 s', '3.2 s', '278 h')
     """
     unit = next(unit for least, unit in ((360_000, 3600), (3600, 60), (10, 1), (0, 0.1)) if seconds >= least)
-    return said(round(seconds / unit) * unit)
+    return duration(round(seconds / unit) * unit)
 
 
 def _short(seconds: float) -> str:
@@ -543,9 +543,9 @@ def _short(seconds: float) -> str:
 
     Example:
         >>> _short(0.0004), _short(0.0123), _short(2.0)
-        ('0.4 ms', '12 ms', '2.0 s')
+        ('0.4 ms', '12 ms', '2 s')
     """
     if seconds >= 1.0:
-        return f"{seconds:.1f} s"
+        return duration(seconds)
     milliseconds = seconds * 1000
     return f"{milliseconds:.0f} ms" if milliseconds >= 1.0 else f"{milliseconds:.1g} ms"

@@ -20,7 +20,7 @@ from typing import Any
 from nbaccel.base.events import Listener
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import briefly, without_our_frames
-from nbaccel.base.quantities import plural, rate, said, seconds_of
+from nbaccel.base.quantities import duration, plural, rate, seconds_of
 from nbaccel.base.settings import STOP, RunSettings
 from nbaccel.base.world import World
 from nbaccel.display.item_count import ItemCount
@@ -489,11 +489,12 @@ def _say_end(job: MapJob, end: _End, launcher: Launcher, shown: RunView) -> None
         kept = _what_stays(job)
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         if end.word == "stopped":
-            why = f"at its time limit, {said(end.limit_s)}" if isinstance(error, TimeoutError) else "by an interrupt"
+            is_late = isinstance(error, TimeoutError)
+            why = f"at its time limit, {duration(end.limit_s)}" if is_late else "by an interrupt"
             error.args = (f"stopped {why}: {kept}",)
         else:
             job.discard()
-        sentence = f"{end.word} after {_time(seconds)}, {shorten(why, _LONGEST_WHY, placeholder=' …')}: {kept}"
+        sentence = f"{end.word} after {duration(seconds)}, {shorten(why, _LONGEST_WHY, placeholder=' …')}: {kept}"
     shown.end(end.word, seconds, error, None, sentence)
     keep_run(end.run, end.post_mortem, shown, launcher)
 
@@ -508,15 +509,11 @@ def _finished(answers: Answers, seconds: float, before: int) -> str:
     pace = f" ({rate(done / seconds, 'items').split()[0]}/s)" if done > 0 and seconds > 0 else ""
     earlier = f", {before:,} of them before" if before else ""
     failed = f", {_failed(answers)}" if answers.failed else ""
-    return f"{plural(len(answers), 'item')} in {_time(seconds)}{pace}{earlier}{failed}"
+    return f"{plural(len(answers), 'item')} in {duration(seconds)}{pace}{earlier}{failed}"
 
 
 def _failed(answers: Answers) -> str:
     return f"{len(answers.failed):,} failed (answers.failed)"
-
-
-def _time(seconds: float) -> str:
-    return said(round(seconds, 1) if seconds < 10 else round(seconds))
 
 
 def _what_stays(job: MapJob) -> str:

@@ -89,8 +89,8 @@ class TableRow:
             notes: Said after how it ended.
 
         Example:
-            >>> TableRow.of(3, History(1), RunFacts("Cell In[5]"), RunState("done", "done in 2.0 s"), 2.0).text
-            ('3', '', 'Cell In[5]', '', '', '', '2.0 s', 'done')
+            >>> TableRow.of(3, History(1), RunFacts("Cell In[5]"), RunState("done", "done in 2 s"), 2.0).text
+            ('3', '', 'Cell In[5]', '', '', '', '2 s', 'done')
         """
         series = history.phase.series
         name = next((name for name in facts.shown(list(series)) if name in series), "")

@@ -89,7 +89,7 @@ class SweepRow:
 
         Example:
             >>> SweepRow("lr=0.1", "done", "slot 1", seconds=2.0).line(9.0)
-            'lr=0.1: done on slot 1, 2.0 s'
+            'lr=0.1: done on slot 1, 2 s'
         """
         lasts = self.lasts(now)
         where = f" on {self.place}" if self.place and not self.is_found else ""
@@ -129,7 +129,7 @@ class SweepTable:
         Example:
             >>> rows = [SweepRow(f"lr={lr}", "failed", "slot 1", seconds=2.0, why="ValueError: no") for lr in range(5)]
             >>> list(SweepTable("sweep", rows, 0.0).failures())
-            ['1. lr=0: failed on slot 1, 2.0 s: ValueError: no', '4 more runs failed alike']
+            ['1. lr=0: failed on slot 1, 2 s: ValueError: no', '4 more runs failed alike']
         """
         ways: dict[str, list[int]] = {}
         for at, row in enumerate(self.rows):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.base.quantities import plural, said
+from nbaccel.base.quantities import duration, plural
 from nbaccel.display.history import History
 from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.ipc.spec import ProgramLimit, Task
@@ -172,7 +172,7 @@ class RankResults:
             then = f"{plural(items, 'item')} of a map {'is' if items == 1 else 'are'} done, and a map with out= goes on"
         else:
             then = f"nothing was saved, which {what_saves}"
-        return f"stopped{done} at the time limit of {said(launch_s if own is None else own.seconds)}; {then}"
+        return f"stopped{done} at the time limit of {duration(launch_s if own is None else own.seconds)}; {then}"
 
     def close(self) -> None:
         """Release the data that the ranks sent."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbaccel.base.events import SaveAsked, SaveDue, SavingAtStop, TimeLimit, emit
-from nbaccel.base.quantities import Period, Steps, parse_interval, said
+from nbaccel.base.quantities import Period, Steps, duration, parse_interval
 from nbaccel.base.settings import CHECKPOINT_DIR, RunSettings
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
@@ -269,7 +269,8 @@ class Deadline(Saver):
     def enter(self, step: int, may_save: bool) -> None:
         if time.monotonic() > self._at and not self._is_seen_to():
             raise RunStopped(
-                f"stopped before step {step}: the time limit of {said(self._seconds)} is over. {self._left_by(step)}"
+                f"stopped before step {step}: the time limit of {duration(self._seconds)} is over. "
+                f"{self._left_by(step)}"
             )
         self._saver.enter(step, may_save)
 

@@ -50,7 +50,7 @@ def said(result: DryRunResult, **options: Any) -> list[str]:
 
 
 def test_a_cell_without_faults_has_ok_lines_alone() -> None:
-    assert said(found()) == ["ok: the cell comes to its end (2 ranks, set-up 0.0 s, dry run 2.0 s)"]
+    assert said(found()) == ["ok: the cell comes to its end (2 ranks, set-up 0 s, dry run 2 s)"]
 
 
 def test_lines_that_were_not_reached_are_yellow() -> None:

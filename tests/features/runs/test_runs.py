@@ -120,7 +120,7 @@ def test_the_table_has_a_line_for_each_run() -> None:
     assert heads.split() == ["run", "began", "cell", "flags", "seed", "last", "numbers", "time", "how", "it", "ended"]
     assert first.split()[0] == "1"
     assert "Cell In[5]  -n 2 --seed 1     1  loss 2.0" in first
-    assert first.endswith("0:41  done, 20 steps")
+    assert first.endswith("41 s  done, 20 steps")
     assert "failed, 20 steps: ValueError: 11 classes" in second
     assert second.endswith("…")
     assert third.endswith("stopped, 20 steps")

@@ -46,11 +46,11 @@ def test_text_and_html_have_every_run_with_its_state_numbers_and_place() -> None
     ]
     bundle = SweepTable("sweep of train", rows, began_at=0.0).bundle(7.0, hint="Stop: interrupt the kernel")
     assert bundle["text/plain"].splitlines() == [
-        "sweep of train: 1 running, 1 waiting, 2 done, 1 failed, 7.0 s",
-        "1. lr=<0.1>: done on GPU 0, acc 0.7500, 3.0 s",
-        "2. lr=<0.1>: failed on GPU 1, acc 0.7500, 1.0 s: ValueError: a < b",
-        "3. lr=<0.1>: running on GPU 1, acc 0.7500, 2.0 s",
-        "4. lr=<0.1>: done earlier, acc 0.7500, 9.0 s",
+        "sweep of train: 1 running, 1 waiting, 2 done, 1 failed, 7 s",
+        "1. lr=<0.1>: done on GPU 0, acc 0.7500, 3 s",
+        "2. lr=<0.1>: failed on GPU 1, acc 0.7500, 1 s: ValueError: a < b",
+        "3. lr=<0.1>: running on GPU 1, acc 0.7500, 2 s",
+        "4. lr=<0.1>: done earlier, acc 0.7500, 9 s",
         "5. lr=<0.1>: waiting",
     ]
     page = bundle["text/html"]
@@ -97,5 +97,5 @@ def test_without_a_display_each_run_is_a_line_when_it_ends() -> None:
     view.ended(1)
     view.ended(2)
     view.end()
-    assert screen.text == "1. lr=<0.1>: done, acc 0.7500, 2.0 s\n"
+    assert screen.text == "1. lr=<0.1>: done, acc 0.7500, 2 s\n"
     assert screen.messages == []

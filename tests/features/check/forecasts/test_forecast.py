@@ -355,7 +355,7 @@ def test_parts_that_ran_in_some_rounds_only_widen_the_range(monkeypatch: pytest.
     [
         (
             "loss = 5\nwhile loss > 1:\n    for x in loader(100): work(0.03); step()\n    loss *= 0.99",
-            "the loop in line 2 ends by a condition: each round takes 3.0 s",
+            "the loop in line 2 ends by a condition: each round takes 3 s",
         ),
         (
             "for epoch in range(9):\n    for x in loader(50, has_length=False): work(0.25)",
@@ -367,12 +367,12 @@ def test_parts_that_ran_in_some_rounds_only_widen_the_range(monkeypatch: pytest.
         ),
         (
             "import itertools\nfor i in itertools.count(): work(2); step()",
-            "the loop in line 2 goes over an iterator whose length is not known, and each round takes 2.0 s: a list, a "
+            "the loop in line 2 goes over an iterator whose length is not known, and each round takes 2 s: a list, a "
             "range or accelerator.epochs has one",
         ),
         (
             "def rounds():\n    yield from range(50)\nfor i in rounds(): work(2); step()",
-            "the loop in line 3 goes over an iterator whose length is not known, and each round takes 2.0 s: a list, a "
+            "the loop in line 3 goes over an iterator whose length is not known, and each round takes 2 s: a list, a "
             "range or accelerator.epochs has one",
         ),
     ],
@@ -388,7 +388,7 @@ def test_a_loop_of_another_file_is_named_with_it(monkeypatch: pytest.MonkeyPatch
     run = dry("loss = 5\nwhile loss > 1: work(2); step()", monkeypatch)
     for entry in run.table:
         entry["file"] = "/home/user/train.py"
-    assert run.forecast().unknown == ("the loop in line 2 of train.py ends by a condition: each round takes 2.0 s",)
+    assert run.forecast().unknown == ("the loop in line 2 of train.py ends by a condition: each round takes 2 s",)
 
 
 def test_early_stopping_is_named_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
