@@ -154,6 +154,11 @@ class PeriodicText(RunView):
         self._due = self._began + _EVERY_S
         self._unfinished = ("stdout", "")  # the content of the last line
 
+    def head(self, line: str) -> None:
+        super().head(line)
+        if self._place is None:  # nothing else shows that a run has begun
+            self.write_heading()
+
     def write(self, stream: str, text: str) -> None:
         super().write(stream, text)
         before = self._unfinished[1] if "\n" not in text else ""

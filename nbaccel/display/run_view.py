@@ -21,6 +21,7 @@ from nbaccel.display.figure import ANY_GROUND, Bundle, Picture, draw, picture
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState, text
+from nbaccel.output.merge import NOTICE
 from nbaccel.output.painter import Screen
 
 __all__ = [
@@ -56,18 +57,36 @@ class RunView(Listener):
         self._screen = screen
         self._clock = clock
         self._began = clock()
+        self._heading = ""
         self.seconds = 0.0
         self.state: RunState | None = None
         self.history = History(world_size, self._began)
 
     # --- a screen for the output of ranks ------------------------------------------------------------------------
 
+    def head(self, line: str) -> None:
+        """Set the line that stands above all text; it is written with the first one, or at the end of the run.
+
+        If that text begins with a notice of the project, for example on how batches are split, both are one line.
+        """
+        self._heading = line
+
     def write(self, stream: str, text: str) -> None:
         """Write text of the ranks."""
+        if self._heading and stream == "stdout" and text.startswith(NOTICE):
+            text, self._heading = f"{self._heading}; {text.removeprefix(NOTICE)}", ""
+        self.write_heading()
         self._screen.write(stream, text)
+
+    def write_heading(self) -> None:
+        """Write the line that `head` has set, if it is not written yet."""
+        heading, self._heading = self._heading, ""
+        if heading:
+            self._screen.write("stdout", f"{heading}\n")
 
     def publish(self, message: dict[str, Any]) -> None:
         """Show a rich message of the ranks."""
+        self.write_heading()
         self._screen.publish(message)
 
     def show_too(self, screen: Screen) -> None:
@@ -110,6 +129,7 @@ class RunView(Listener):
             sentence: How the run ended, which is also written as a line; empty for the usual one.
         """
         self.seconds = seconds
+        self.write_heading()
         why = "" if error is None or word != "failed" else failure_in_a_line(error, rank)
         try:
             history = self.history

@@ -210,13 +210,12 @@ class LaunchPlan:
         return "\n".join([self._first_line(), *self._what_is_unusual()])
 
     def _first_line(self) -> str:
-        """Return the main facts in at most 80 characters; `explained` has the reasons.
+        """Return the main facts in at most 80 characters, without those that are as usual; `explained` has all of them.
 
         How the program trains is not known yet: settings that only what is prepared has are named as such.
         """
-        seed = self.settings.seed
-        way = "" if self.start.method == "nodes" else f", {self.start.method}"  # the nodes are named already
-        rest = f"{way}, {'seed of the notebook' if seed is None else f'seed {seed}'}"
+        rest = f", {self.start.method}" if self.start.is_explicit and self.start.method != "nodes" else ""
+        rest += "" if (seed := self._seed) is None else f", {seed}"
         if self._of_each_loop:
             rest += f"; {self._of_each_loop}"
         # A program that seems to prepare nothing is told nothing of a precision that nobody chose.
@@ -301,8 +300,13 @@ class LaunchPlan:
 
     @property
     def _random_numbers(self) -> str:
+        return self._seed or "random numbers as in the notebook"
+
+    @property
+    def _seed(self) -> str | None:
+        """Return the seed of the ranks in words; None if they go on with the notebook's random numbers."""
         seed = self.settings.seed
-        return "random numbers as in the notebook" if seed is None else f"seed {seed}"
+        return None if seed is None else f"seed {seed}" if self.options.seed is not None else f"new seed {seed}"
 
 
 @dataclass(frozen=True, slots=True)

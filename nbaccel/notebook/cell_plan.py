@@ -48,6 +48,7 @@ class CellPlan:
     Args:
         host: The launcher, or ranks that stay.
         origin: What `nbaccel.runs` keeps of its flags.
+        heading: A first line that was not printed yet, since the ranks' own first line may complete it.
     """
 
     host: Host
@@ -56,3 +57,4 @@ class CellPlan:
     task: CellTask
     spec: LaunchSpec
     origin: RunOrigin
+    heading: str = ""

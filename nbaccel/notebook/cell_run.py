@@ -137,7 +137,10 @@ class CellRun:
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
         watching = RunObservers(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
         with interrupts_in_one_line():
-            run, self._ended = host.run(self.spec, watching, occupied)
+            try:
+                run, self._ended = host.run(self.spec, watching, occupied)
+            finally:
+                self.shown.write_heading()
         seen(run, self.shown)
         run.origin = self._origin
         run.error, self.end = how_a_cell_ended(run, self._ended, self.plan)

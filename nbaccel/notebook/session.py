@@ -148,13 +148,15 @@ class Session:
         carried = refuse_what_cannot_fit(plan, needed, survey, self.earlier_cells, aside)
         if is_new:
             self.last_plan = plan
-        self.say(str(plan) if is_new else f"in {host}")
-        if news_of_the_source:
-            self.say(news_of_the_source)
+        first, *others = str(plan).splitlines() if is_new else [f"in {host}"]
+        others += [news_of_the_source] if news_of_the_source else []
         if is_new:
-            self.say_what_is_short(plan, source, needed, carried, survey, aside)
+            others += self.what_is_short(plan, source, needed, carried, survey, aside)
+        heading = "" if others or plan.start.method == "inline" else first
+        for line in [] if heading else [first, *others]:
+            self.say(line)
         spec = plan.spec(task, self.setup, wants_results=task.leaves_all or bool(task.out))
-        return CellPlan(host, plan, source, task, spec, self.origin(plan, cell.typed))
+        return CellPlan(host, plan, source, task, spec, self.origin(plan, cell.typed), heading)
 
     def read(self, cell: AskedCell) -> tuple[RunOptions, CellSource, str]:
         """Return the options of a cell and its source, and a line about the checkpoint that it continues from."""
@@ -216,7 +218,7 @@ class Session:
         made = made_before_read(source.code)
         return {name: value for name, value in task.values_to_send().items() if name not in made}
 
-    def say_what_is_short(
+    def what_is_short(
         self,
         plan: LaunchPlan,
         source: CellSource,
@@ -224,19 +226,22 @@ class Session:
         carried: Sequence[str],
         survey: Survey,
         aside: ModelsOnHost,
-    ) -> None:
-        """Name the things that the ranks of the cell will lack or have little of."""
+    ) -> list[str]:
+        """Return a line for each thing that the ranks of the cell will lack or have little of."""
+        lines = []
         if plan.start.method == "fork":
             for name, thread in list(threads_held_by(needed).items())[:_MOST_THREADS]:
-                self.say(f"{name} works by a thread of the notebook ({thread}), which ranks lack: make it in this cell")
+                lines.append(
+                    f"{name} works by a thread of the notebook ({thread}), which ranks lack: make it in this cell"
+                )
         holdings = held_here(self.shell.user_ns)
         freed_on = aside.bytes_on if plan.options.free_kernel else lambda device: 0
-        for line in [
+        return [
+            *lines,
             *before_a_run(plan.devices.gpus, freed_on),
             *carried,
             *shortages(plan, source.code, needed, survey, holdings, aside),
-        ]:
-            self.say(line)
+        ]
 
     def start_zygote(self) -> None:
         """Start a clean process for the first cell that needs one; return while it is still loading torch."""
@@ -257,7 +262,7 @@ class Session:
 
     def show(self, cell: CellPlan, frames: PanelSink, screen: Screen | None = None) -> RunView:
         """Return the view of a cell's run."""
-        return self._views.show(
+        view = self._views.show(
             self.shell,
             cell.spec.world_size,
             cell.plan.facts(cell.source.name),
@@ -266,6 +271,8 @@ class Session:
             frames=frames,
             screen=screen,
         )
+        view.head(cell.heading)
+        return view
 
     def begin(self, cell: CellPlan, shown: RunView) -> CellRun:
         """Return the run of a planned cell; nothing has begun."""

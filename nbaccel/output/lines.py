@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 __all__ = [
+    "LastState",
     "LineReader",
 ]
 
@@ -27,6 +28,10 @@ _CONTROL = re.compile(r"(\n|\x1b\[[0-9;?]*" + _COLOUR_FREE.decode() + ")")
 _WHOLE_BAR = re.compile(r"\[[\d:?]+(?:<[\d:?]+)?, [^\]]*\] *\Z")
 """End of a state of tqdm: "[00:01<00:02, 3.45it/s]", and blanks if its previous state was longer."""
 _UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*)?)\Z")  # a carriage return may yet become the end of a line
+
+
+class LastState(bytes):
+    """A line that was rewritten before the cursor left it: the last state of a progress bar."""
 
 
 class LineReader:
@@ -160,7 +165,7 @@ class _Row:
         return not self.text.strip()
 
     def line(self) -> bytes:
-        return (self.text.rstrip() if self.is_bar else self.text).encode()
+        return LastState(self.text.rstrip().encode()) if self.is_bar else self.text.encode()
 
 
 class _Terminal:

@@ -13,12 +13,17 @@ from itertools import islice
 from typing import NamedTuple
 
 __all__ = [
+    "NOTICE",
     "LineMerger",
     "Merged",
+    "Unshared",
     "cost",
-    "is_notice",
+    "is_unshared",
 ]
 
+NOTICE = "nbaccel: "
+"""Begins the lines that the project prints in one rank, about all of them."""
+_NOTICE = NOTICE.encode()
 _HOLD_S = 1.0
 _PATIENCE = 3
 """Number of lines that wait in vain before a rank stops waiting, until another rank prints."""
@@ -44,9 +49,13 @@ def cost(text: bytes, tag: str = "") -> int:
     return max(len(tag) + len(text) + 1, _LEAST_COST)
 
 
-def is_notice(text: bytes) -> bool:
-    """Return whether a line is one that the project prints in one rank, about all of them."""
-    return text.startswith(b"nbaccel: ")
+class Unshared(bytes):
+    """A line that other ranks do not print, by the project's doing: it waits for none, and belongs to no one rank."""
+
+
+def is_unshared(text: bytes) -> bool:
+    """Return whether a line is `Unshared`, or a notice that the project prints in one rank, about all of them."""
+    return isinstance(text, Unshared) or text.startswith(_NOTICE)
 
 
 class Merged(NamedTuple):
@@ -120,8 +129,9 @@ class _Queue:
         self.nbytes += len(held.key[1]) + 1
 
     def first_of(self, stream: str) -> int | None:
-        """Return the index of the first waiting line of `stream`; only the first lines are searched."""
-        return next((at for at, held in enumerate(islice(self.held, _LOOK_AHEAD)) if held.key[0] == stream), None)
+        """Return the index of the first waiting line of `stream` that ranks share; only first lines are searched."""
+        first = enumerate(held.key for held in islice(self.held, _LOOK_AHEAD))
+        return next((at for at, (of, text) in first if of == stream and not is_unshared(text)), None)
 
     def pop(self, at: int = 0) -> tuple[str, bytes]:
         key = self.held[at].key
@@ -219,8 +229,8 @@ class LineMerger:
         """Return the lines to show next; none if every first line should wait."""
         queues = self._queues.values()
         waiting = [queue for queue in queues if queue.held]
-        if notices := [queue for queue in waiting if is_notice(queue.held[0].key[1])]:  # no other rank prints them
-            queue = min(notices, key=_age)
+        if unshared := [queue for queue in waiting if is_unshared(queue.held[0].key[1])]:  # no other rank prints it
+            queue = min(unshared, key=_age)
             return [Merged(queue.rank, *queue.pop())]
         if not waiting or not self._match:
             return self._take_oldest(waiting)
@@ -282,7 +292,7 @@ class LineMerger:
         others = [other for other in self._queues.values() if other is not queue]
         return (
             not self._match
-            or is_notice(queue.held[0].key[1])
+            or is_unshared(queue.held[0].key[1])
             or queue.misses >= _PATIENCE
             or any(other.is_done and not other.held for other in others)
             or (all(other.held for other in others) and (self._cannot_match(queue) or self._occurs_elsewhere(queue)))

@@ -8,7 +8,7 @@ one stream, so text of the other stream first wipes the bar. `LiveBars` holds th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -201,24 +201,25 @@ class LiveBars:
         self._rows[rank, stream] = [_COLOURS.sub("", row)[:_WIDEST] for row in rows]
 
     @property
+    def are_of_one_rank(self) -> bool:
+        """Return whether one rank alone has drawn bars so far, as where the bars of other ranks are hidden."""
+        return len(self._ranks) == 1
+
+    @property
     def stream(self) -> str:
         """Return the stream on which the bars were printed."""
         return min(self._rows)[1] if self._rows else "stderr"
 
-    def rows(self, speakers: Collection[int] = ()) -> list[str]:
-        """Return the rows in the order of ranks, each with its rank as soon as several have drawn or printed.
-
-        Args:
-            speakers: The ranks that have printed lines.
-        """
-        rows = [f"{tag}{row}" for tag, group in self._tagged(speakers) for row in group]
+    def rows(self) -> list[str]:
+        """Return the rows in the order of ranks, each with its rank as soon as several have drawn."""
+        rows = [f"{tag}{row}" for tag, group in self._tagged() for row in group]
         if len(rows) > _MOST_ROWS:
             rows[_MOST_ROWS - 1 :] = [f"… {len(rows) - _MOST_ROWS + 1} more bars"]
         return rows
 
-    def line(self, columns: int, speakers: Collection[int] = ()) -> str:
+    def line(self, columns: int) -> str:
         """Return all bars in one line: a single one whole; several cut to fit `columns`, or the first of them."""
-        bars = [f"{tag}{'  '.join(group)}" for tag, group in self._tagged(speakers)]
+        bars = [f"{tag}{'  '.join(group)}" for tag, group in self._tagged()]
         if len(bars) < 2:
             return "".join(bars)
         fitting = max(1, min(len(bars), columns // (_NARROWEST + 2)))
@@ -226,6 +227,6 @@ class LiveBars:
         each = (columns - len(more) + 2) // fitting - 2
         return "  ".join(bar[:each].ljust(each) for bar in bars[:fitting]).rstrip() + more
 
-    def _tagged(self, speakers: Collection[int]) -> list[tuple[str, list[str]]]:
-        is_tagged = len(self._ranks.union(speakers)) > 1
+    def _tagged(self) -> list[tuple[str, list[str]]]:
+        is_tagged = len(self._ranks) > 1
         return [(f"[rank {rank}] " if is_tagged else "", rows) for (rank, _), rows in sorted(self._rows.items())]

@@ -1,10 +1,10 @@
 """Turn the bytes that n ranks print into visible output and a log. Runs in the kernel; starts nothing, owns no pipe.
 
-`OutputRouter` shows whole lines, tagged by rank as soon as two ranks have printed; identical lines of all ranks once;
-the bars of all ranks live; and no more than a Jupyter server forwards. Everything goes to the `RunLog`, whatever the
-screen leaves out. `Excerpt` chooses the lines of a long output that the notebook keeps, and `Displays` gives the rich
-output of a rank display ids of its own. A rank's uncaught error does not come this way: it is reported, whichever ranks
-are shown.
+`OutputRouter` shows whole lines, tagged by rank as soon as two ranks have printed; identical lines of all ranks once,
+tagged as soon as some line was not; the bars of all ranks live; and no more than a Jupyter server forwards. Everything
+goes to the `RunLog`, whatever the screen leaves out. `Excerpt` chooses the lines of a long output that the notebook
+keeps, and `Displays` gives the rich output of a rank display ids of its own. A rank's uncaught error does not come this
+way: it is reported, whichever ranks are shown.
 
 Reasons: docs/design/screen.md
 """
@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
-from nbaccel.output.lines import LineReader
-from nbaccel.output.merge import LineMerger, Merged, cost, is_notice
+from nbaccel.output.lines import LastState, LineReader
+from nbaccel.output.merge import LineMerger, Merged, Unshared, cost, is_unshared
 from nbaccel.output.painter import BATCH_S, LiveBars, Painter, Screen
 
 __all__ = [
@@ -82,6 +82,7 @@ class OutputRouter:
         self._excerpt = Excerpt(kept_bytes)
         self._taken = 0  # lines of the shown ranks
         self._bars = LiveBars()
+        self._ranks_differ = False  # a line that other ranks have not printed was shown
         self._screen = screen
         self._painter = Painter(screen)
         self._clock = clock
@@ -186,6 +187,8 @@ class OutputRouter:
 
     def _push(self, rank: int, stream: str, lines: Sequence[bytes], now: float) -> None:
         shown = [line if line[:1] != b"[" else _without_stamp(line) for line in lines]
+        if self._bars.are_of_one_rank:
+            shown = [Unshared(line) if isinstance(line, LastState) else line for line in shown]
         if shown := [line for line in shown if line[:1] != b"[" or not _OF_GLOO.fullmatch(line)]:
             self._taken += len(shown)
             self._merger.push(rank, stream, shown, now)
@@ -201,25 +204,31 @@ class OutputRouter:
 
     def _want_bar(self, rank: int, stream: str) -> None:
         self._bars.note(rank, stream, self._readers[rank][stream].bars)
-        speakers = self._merger.speakers
         if self._screen.has_room_for_bars:
-            self._screen.show_bars(self._bars.rows(speakers))
+            self._screen.show_bars(self._bars.rows())
             return
         columns = shutil.get_terminal_size((_COLUMNS, 24)).columns - 1
-        self._painter.want(self._bars.stream, self._bars.line(columns, speakers))
+        self._painter.want(self._bars.stream, self._bars.line(columns))
 
     def _release(self, now: float) -> None:
         left = self._budget.left(now)
         self._show(self._merger.release(now, left, has_room=left > _BURST_BYTES / 2))
 
     def _show(self, merged: Iterable[Merged]) -> None:
-        is_tagged = len(self._merger.speakers) > 1
         for line in merged:
-            tag = "[all] " if line.rank is None else f"[rank {line.rank}] " if is_tagged else ""
-            tag = "" if is_notice(line.text) else tag
+            tag = self._tag(line)
             self._budget.take(cost(line.text, tag))
             lines = 0 if isinstance(line.text, _Note) else len(self._readers) if line.rank is None else 1
             self._take(ShownLine(line.stream, f"{tag}{line.text.decode(errors='replace')}\n", line.rank, lines))
+
+    def _tag(self, line: Merged) -> str:
+        """Return the mark of whose line it is: none while all ranks have printed the same, or one alone has printed."""
+        if is_unshared(line.text):
+            return ""
+        if line.rank is None:
+            return "[all] " if self._ranks_differ else ""
+        self._ranks_differ = True
+        return f"[rank {line.rank}] " if len(self._merger.speakers) > 1 else ""
 
     def _take(self, line: ShownLine) -> None:
         was_cut = self._excerpt.is_cut

@@ -296,7 +296,7 @@ def test_inline_cells_leave_the_notebooks_libraries_as_they_are(kernel: RealKern
     kernel.do("there = sys.modules['lightning.fabric.utilities.imports']")
     assert kernel.value("[hasattr(sys, 'ps1'), there._IS_INTERACTIVE]") == [True, True]
     body = "print(hasattr(sys, 'ps1'), sys.modules['lightning.fabric.connector']._IS_INTERACTIVE)"
-    assert kernel.do(accelerate(body, "fork")).printed == "[all] False False\n"
+    assert kernel.do(accelerate(body, "fork")).printed == "False False\n"
     assert kernel.value("[hasattr(sys, 'ps1'), there._IS_INTERACTIVE]") == [True, True]
 
 

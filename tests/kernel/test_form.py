@@ -34,7 +34,7 @@ def test_a_choice_changes_the_line_that_the_next_run_prints(kernel: RealKernel, 
     choose(kernel, "Batches per optimizer step", value=4)
     choose(kernel, "Seed", value="7")
     ran = kernel.do("%%accelerate --cpu\naccelerator.num_processes")
-    assert ran.stdout.startswith("2 ranks on CPU, fork, seed 7; accumulate 4\n")
+    assert ran.stdout.startswith("2 ranks on CPU, seed 7; accumulate 4\n")
     assert ran.result is not None
     assert ran.result["text/plain"] == "2"
     kernel.do("%accelerate config num-processes= accumulate= seed=")

@@ -42,8 +42,8 @@ def test_a_fork_sees_a_lambda_a_class_an_open_file_and_a_large_array_without_cop
     kernel.do(DEFINES)
     kernel.do("opened = open('/proc/self/cmdline')")
     cell = kernel.do(accelerate(f"{USES}\nprint(type(opened).__name__, opened.closed)", "fork"))
-    assert "[all] computed 42.0 65536.0" in cell.printed
-    assert "[all] TextIOWrapper False" in cell.printed
+    assert "computed 42.0 65536.0" in cell.printed
+    assert "TextIOWrapper False" in cell.printed
     copied = {rank: float(size) for rank, size in re.findall(r"rank (\d) holds ([\d.]+) MB of its own", cell.printed)}
     assert copied.keys() == {"0", "1"}, cell.printed
     assert max(copied.values()) < 64
@@ -55,7 +55,7 @@ def test_the_zygote_gets_the_lambda_the_class_and_the_array(kernel: RealKernel) 
     kernel.do("from nbaccel.launching import plan as _plan; _limit = _plan._WORTH_SAYING_BYTES")
     kernel.do("_plan._WORTH_SAYING_BYTES = 10**8")
     cell = kernel.do(accelerate(USES, "zygote"))
-    assert "[all] computed 42.0 65536.0" in cell.printed
+    assert "computed 42.0 65536.0" in cell.printed
     assert "268.4 MB to copy to the ranks first" in cell.stdout  # said before the run
     kernel.do("del large; _plan._WORTH_SAYING_BYTES = _limit")
 

@@ -38,7 +38,7 @@ for epoch in range(3):
     history.append(total / len(test_loader.dataset))
 """
 
-SPLIT = "nbaccel: train_loader: each of 5 batches split over 2 ranks; gradients of model (129) averaged"
+SPLIT = "train_loader: each of 5 batches split over 2 ranks; gradients of model (129) averaged"
 
 WEIGHTS = "[p.flatten().tolist() for p in model.parameters()]"
 
@@ -364,7 +364,7 @@ def test_flags_of_an_unmodified_loop_are_in_force_and_one_without_an_effect_is_s
 ) -> None:
     kernel.do(SETUP)
     cell = kernel.do(f"%%accelerate -n 2 --start {start} -p bf16 -a 4 --strategy fsdp\n{LOOP}")
-    assert cell.stdout.splitlines()[0].endswith("seed of the notebook; bf16, accumulate 4; prepared: fsdp")
+    assert cell.stdout.splitlines()[0].endswith(f"2 ranks on CPU, {start}; bf16, accumulate 4; prepared: fsdp")
     assert cell.stderr.count("--strategy fsdp has no effect above an unmodified loop") == 1
     assert SPLIT in cell.stdout
     assert "batches of this loop are split" in kernel.value("__import__('nbaccel').last_run.text")

@@ -64,8 +64,8 @@ def test_a_library_that_the_notebook_has_used_works_in_ranks(new_kernel: Kernels
     kernel.do(code, timeout_s=120)
     kernel.do("here = work()", timeout_s=120)
     cell = kernel.run(accelerate("there = work()"), timeout_s=180).succeeded()
-    assert f"2 ranks on CPU, {start}, " in cell.stdout
+    assert "2 ranks on CPU" in cell.stdout
     assert (f"zygote, not fork: {library}" in cell.stdout.replace("dask has", "distributed has")) is (start == "zygote")
     assert kernel.value("there == here")
     cell = kernel.do(accelerate("other = 1"))
-    assert "2 ranks on CPU, fork, " in cell.stdout, "a cell that does not lead there forks as ever"
+    assert "zygote" not in cell.stdout, "a cell that does not lead there forks as ever"

@@ -98,7 +98,7 @@ def test_a_resume_of_the_cells_own_is_refused_and_one_of_the_settings_is_said(th
 def test_other_flags_get_one_line_of_rank_0_and_the_loop_trains(there: Any) -> None:
     cell = there.run(f"%%accelerate -n 2 -p bf16 -a 4 --strategy fsdp --batches split --seed 1\n{LOOP}")
     assert cell.error is None
-    assert cell.stdout.splitlines()[0] == "2 ranks on CPU, fork, seed 1; bf16, accumulate 4; prepared: fsdp"
+    assert cell.stdout.splitlines()[0] == "2 ranks on CPU, seed 1; bf16, accumulate 4; prepared: fsdp"
     assert cell.stderr.count("no effect") == 1, cell.stderr
     assert "-a 4: 4 batches make one step of an optimizer" in cell.stdout
     assert "--strategy fsdp has no effect above an unmodified loop: the loop prepares nothing, and every" in cell.stderr

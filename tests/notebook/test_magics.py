@@ -190,7 +190,7 @@ def test_what_is_saved_is_where_the_next_notebook_begins(planned: Any, recorder:
         run_cell(next_session, RunOptions(seed=1), "1")
     said = planned.capsys.readouterr().out.splitlines()
     assert said[0] == "nbaccel.toml: accumulate=4"
-    assert said[1] == "1 rank on CPU, fork, seed 1; accumulate 4"
+    assert said[1] == "1 rank on CPU, seed 1; accumulate 4"
     with pytest.raises(LaunchRefused, match="recorded"):
         run_cell(next_session, RunOptions(accumulate=2), "1")
     (line,) = planned.capsys.readouterr().out.splitlines()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def lines(cell: Any) -> list[str]:
     """What a cell printed, without the line before the run, and the one after a run that took seconds."""
     first, *rest = cell.stdout.splitlines()
-    assert re.match(r"\d ranks? on CPU, ", first)
+    assert re.match(r"\d ranks? on CPU", first)
     return [line for line in rest if not re.match(r"(done in|(stopped|failed) after) \d", line)]
 
 
@@ -45,7 +45,7 @@ def test_a_model_trains_in_two_ranks_and_comes_back_into_the_same_object(noteboo
         "    history.append(float(accelerator.reduce(loss.detach(), 'mean')))\n"
     )
     assert cell.error is None
-    assert cell.stdout.startswith("2 ranks on CPU, fork, seed ")
+    assert cell.stdout.startswith("2 ranks on CPU, ")
     assert cell.stdout.splitlines()[0].endswith("seed 5")
     assert "brought back: model (updated in place, " in cell.stdout
     assert notebook.names["model"] is model
@@ -84,7 +84,7 @@ def test_models_in_values_of_ranks_that_stay_are_dressed_there_and_not_here(note
     notebook.run("%accelerate stop")
     assert cell.error is None
     assert "forward" not in vars(notebook.names["kept"][0])
-    assert "[all] _AutocastForward\n" in after.stdout
+    assert "_AutocastForward\n" in after.stdout
 
 
 @pytest.mark.parametrize("start", ["fork", "zygote", "inline"])
@@ -261,7 +261,7 @@ def test_capture_above_takes_text_and_rich_output(notebook: Any) -> None:
         "%%capture caught\n%%accelerate -n 2\nfrom IPython.display import display, HTML\ndisplay(HTML('x'))\nprint(7)"
     )
     caught = notebook.names["caught"]
-    assert caught.stdout.endswith("[all] 7\n")
+    assert caught.stdout.endswith("7\n")
     assert [output.data["text/html"] for output in caught.outputs] == ["x"]
 
 
@@ -275,7 +275,7 @@ def test_time_above_and_below(notebook: Any) -> None:
 def test_commands_and_line_magics_work_in_ranks(notebook: Any) -> None:
     cell = notebook.run("%%accelerate -n 2 -o x\n!echo hello\n%time x = 1\n")
     assert cell.error is None
-    assert "[all] hello" in cell.stdout
+    assert "hello" in cell.stdout
     assert notebook.names["x"] == 1
 
 

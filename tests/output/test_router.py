@@ -134,7 +134,7 @@ def test_a_message_of_torch_that_all_ranks_print_is_one_line_without_its_stamp()
     said = "reducer.cpp:1457] Warning: find_unused_parameters=True was specified (function operator())"
     for rank in (0, 1):
         run.feed(rank, f"[rank{rank}]:[W1122 05:43:1{rank}.12345678{rank} {said}\n\n", "stderr")
-    assert run.end() == [f"[all] [W {said}", "[all] "]
+    assert run.end() == [f"[W {said}", ""]
     assert f"[rank 1] [rank1]:[W1122 05:43:11.123456781 {said}" in log.getvalue().decode()
 
 
@@ -145,11 +145,28 @@ def test_a_notice_of_ours_is_not_tagged_and_does_not_part_equal_lines() -> None:
     run.feed(0, "nbaccel: divide by counts\n")
     run.wait(0.1)
     assert run.screen.lines == [
-        "[all] begin",
+        "begin",
         "nbaccel: each of 8 batches split over 2 ranks",
-        "[all] epoch 0",
+        "epoch 0",
         "nbaccel: divide by counts",
     ]
+
+
+def test_a_notice_that_waits_behind_a_line_of_another_stream_does_not_part_equal_lines() -> None:
+    run = Run(2)
+    run.feed(0, "warned\n", "stderr")
+    run.feed(0, "nbaccel: each of 8 batches split over 2 ranks\nepoch 0\n")
+    run.feed(1, "epoch 0\n")
+    run.wait(0.1)
+    run.feed(1, "warned\n", "stderr")
+    assert sorted(run.end()) == ["epoch 0", "nbaccel: each of 8 batches split over 2 ranks", "warned"]
+
+
+def test_lines_of_all_ranks_are_tagged_from_the_first_line_on_that_was_not() -> None:
+    run = Run(2)
+    for rank in range(2):
+        run.feed(rank, f"epoch 0\nmine is {rank}\nepoch 1\n")
+    assert run.end() == ["epoch 0", "[rank 0] mine is 0", "[rank 1] mine is 1", "[all] epoch 1"]
 
 
 def test_lines_are_tagged_once_two_ranks_have_printed() -> None:
@@ -278,7 +295,7 @@ def test_identical_lines_of_all_ranks_become_one() -> None:
     for rank in (2, 0, 1):
         run.feed(rank, "epoch 1\n")
         run.wait(0.3)
-    assert run.screen.text == "[all] epoch 1\n"
+    assert run.screen.text == "epoch 1\n"
 
 
 def test_identical_lines_more_than_a_second_apart_stay_apart() -> None:
@@ -407,7 +424,7 @@ def test_lines_of_two_streams_that_arrive_in_different_orders_are_still_one() ->
         for stream in streams:
             run.feed(rank, f"{stream}\n", stream)
     run.router.close()
-    assert sorted(run.screen.lines) == ["[all] stderr", "[all] stdout"]
+    assert sorted(run.screen.lines) == ["stderr", "stdout"]
 
 
 # Shown ranks and the log --------------------------------------------------------------------------------------------
@@ -736,7 +753,7 @@ def test_last_states_of_all_kinds_of_tqdm_bars_are_right_for_every_rank() -> Non
     assert {"epochs:", "epoch 0:", "epoch 1:", "gone:"} <= seen
     assert {row.partition("] ")[0] for rows in run.screen.bars for row in rows if rows} >= {"[rank 0", "[rank 1"}
     for start in ("epochs: 100%|", "epoch 0: 100%|", "epoch 1: 100%|", "broken:  40%|"):
-        last = [line for line in run.screen.lines if f"] {start}" in line]
+        last = [line for line in run.screen.lines if start in line]
         assert last, run.screen.text
     assert "loss=0.25" in run.screen.text
     assert "gone" not in run.screen.text

@@ -45,6 +45,8 @@ def plan_of_discarded_ranks(session: Session, cell: AskedCell, what: str) -> Cel
     if session.stay.is_on:
         raise LaunchRefused(f"ranks stay in this notebook, and {what} needs its own: %accelerate stop ends them.")
     plan = session.plan(cell)
+    if plan.heading:
+        session.say(plan.heading)
     if plan.plan.start.method == "inline":
         raise LaunchRefused(
             f"{what} needs processes that it can throw away, and here none can start: {plan.plan.start.reason}."

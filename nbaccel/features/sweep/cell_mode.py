@@ -86,7 +86,8 @@ class SweepMode:
         seeds = "seeds as swept" if "seed" in configs[0] else f"seed {first_seed}"
         how = str(first).replace(f"seed {first_seed}", seeds, 1)
         session.say(f"{plural(len(configs), 'run')}, {len(plans)} at a time, each: {how}")
-        session.say_what_is_short(first, source, needed, carried, survey, aside)
+        for line in session.what_is_short(first, source, needed, carried, survey, aside):
+            session.say(line)
         sweeping = Sweeping(
             work, configs, chosen.slots, plans, survey, FinishedRuns(FOLDER), options.checkpoint_dir, options.plot or ()
         )

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from nbaccel.base.quantities import duration
 from nbaccel.launching.ipc.control import SAVE_GRACE_S, ControlPage
 from nbaccel.launching.ipc.spec import ProgramLimit
 from nbaccel.launching.processes.handle import WorkerHandle
@@ -412,9 +411,7 @@ def endable(seconds: float | None, beside: Sequence[Pollable] = ()) -> Iterator[
         if not alarm.has_rung:
             raise
         where = f": {told}" if told else ""
-        raise TimeoutError(
-            f"the time limit of {duration(seconds)} was over before a rank had its work{where}"
-        ) from None
+        raise TimeoutError(f"the time limit of {seconds:g} s was over before a rank had its work{where}") from None
     finally:
         while not alarm.is_off:
             try:
