@@ -94,6 +94,9 @@ class Commands:
             return self._otherwise()
         if word in self._commands:
             return self._commands[word].run(rest.strip())
+        alike = difflib.get_close_matches(word, self.names, n=1)
+        if alike:
+            raise UsageError(f"%accelerate {word} is no command; did you mean %accelerate {alike[0]}?")
         raise UsageError(
             f"%accelerate {word} is no command: there is %accelerate alone, or with {_either(self.names)}. "
             "Flags belong to a cell that begins with %%accelerate, two percent signs, and runs in ranks."
@@ -127,7 +130,9 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
     def memory() -> None:
         processes = Processes.now(session.launcher.helpers)
         are_gone = not (session.stay.is_on or session.background.is_running)
-        held = memory_report(session.survey(), processes, session.rank_memory, held_by_names(), are_gone=are_gone)
+        held = memory_report(
+            session.survey(), processes, session.rank_memory, held_by_names(session.shell.user_ns), are_gone=are_gone
+        )
         session.say("\n".join(filter(None, [held, session.stay.status()])))
 
     def why() -> None:

@@ -1,7 +1,8 @@
 """Memory: the answers of `%accelerate memory` and `%accelerate estimate`. Runs in the kernel; changes nothing.
 
 The first is a table of processes by host and device memory, and the notebook's own names with the memory they keep
-alive. It imports no torch and makes no CUDA context: without torch no name holds a tensor. The second says what a
+alive: tensors, NumPy arrays, frames of pandas and polars. It imports none of their libraries and makes no CUDA context:
+what is not loaded holds nothing. The second says what a
 training of the notebook's model would take, and computes nothing; `nbaccel.features.batch_size.estimate` counts.
 """
 
@@ -11,17 +12,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from nbaccel.base.events import Event, Listener, Memory
 from nbaccel.base.gpu_driver import is_holder
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.base.quantities import amount
-
-if TYPE_CHECKING:
-    from nbaccel.train.oom.memory import Holding
+from nbaccel.namespace.nbytes import sizes_of
 
 __all__ = [
+    "Held",
     "Processes",
     "RankMemory",
     "held_by_names",
@@ -29,6 +29,20 @@ __all__ = [
 ]
 
 _MOST_NAMES = 12
+_ARRAYS = (
+    ("numpy", "ndarray"),
+    *(("pandas", name) for name in ("DataFrame", "Series", "Index")),
+    *(("polars", name) for name in ("DataFrame", "Series")),
+)
+"""Types of host memory that a name holds, beside tensors."""
+
+
+class Held(NamedTuple):
+    """Bytes that a name of the notebook keeps alive on a device."""
+
+    name: str
+    bytes: int
+    device: str = "cpu"
 
 
 class RankMemory(Listener):
@@ -86,7 +100,7 @@ class Processes:
 
 
 def memory_report(
-    survey: Survey, processes: Processes, ranks: RankMemory, held: Sequence[Holding], *, are_gone: bool = False
+    survey: Survey, processes: Processes, ranks: RankMemory, held: Sequence[Held], *, are_gone: bool = False
 ) -> str:
     """Return the table, the machine's memory, and the names in `held`.
 
@@ -99,13 +113,41 @@ def memory_report(
     return "\n".join([*table, *_machine(survey, processes.pid), *_names(held)])
 
 
-def held_by_names() -> list[Holding]:
-    """Return what the notebook's names and outputs keep alive; empty while torch is not imported."""
-    if "torch" not in sys.modules:
-        return []
-    from nbaccel.train.oom.memory import named_holdings
+def held_by_names(names: Mapping[str, Any]) -> list[Held]:
+    """Return what the notebook's names and outputs keep alive, the largest first.
 
-    return named_holdings()
+    Args:
+        names: The notebook's variables, of which arrays and frames are looked for; those inside of other values, and
+            memory that an array shares with a tensor, are not told apart.
+
+    Example:
+        >>> import numpy
+        >>> array = numpy.zeros(1000)
+        >>> [held for held in held_by_names({"array": array, "view": array[1:]}) if held.name in ("array", "view")]
+        [Held(name='array', bytes=8000, device='cpu')]
+    """
+    held = _arrays(names)
+    if "torch" in sys.modules:
+        from nbaccel.train.oom.memory import named_holdings
+
+        held += [Held(*holding) for holding in named_holdings()]
+    return sorted(held, key=lambda one: -one.bytes)
+
+
+def _arrays(names: Mapping[str, Any]) -> list[Held]:
+    """Return the arrays and frames that are values of names; memory of views counts once, under the first name."""
+    loaded = [(sys.modules.get(module), name) for module, name in _ARRAYS]
+    kinds = tuple(kind for module, name in loaded if isinstance(kind := getattr(module, name, None), type))
+    roots: dict[int, tuple[str, Any]] = {}
+    for name, value in names.items():
+        if not name.startswith("_") and issubclass(type(value), kinds):
+            root = value
+            while issubclass(type(root), kinds[:1]) and issubclass(
+                type(base := getattr(root, "base", None)), kinds[:1]
+            ):
+                root = base
+            roots.setdefault(id(root), (name, root))
+    return [Held(name, size) for name, size in sizes_of(dict(roots.values())).items()]
 
 
 def _rows(processes: Processes, ranks: RankMemory, are_gone: bool) -> Iterator[tuple[str, str, str]]:
@@ -142,9 +184,9 @@ def _own(gpu: Gpu, pid: int) -> str:
     return f", {amount(sum(own))} of it by this kernel" if own else ""
 
 
-def _names(held: Sequence[Holding]) -> Iterator[str]:
+def _names(held: Sequence[Held]) -> Iterator[str]:
     if not held:
-        yield "no name of the notebook holds a tensor"
+        yield "no name of the notebook holds a tensor or an array"
         return
     yield "held by names of the notebook:"
     width = max(len(holding.name) for holding in held[:_MOST_NAMES])

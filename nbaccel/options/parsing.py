@@ -66,8 +66,14 @@ def parse(parser: argparse.ArgumentParser, line: str) -> RunOptions:
     except UsageError as error:
         raise UsageError(in_our_words(str(error))) from None
     if unknown:
-        raise UsageError(f"{what_is_unknown(parser, *unknown[:2])} %accelerate? lists every flag.")
+        is_of_sweep = bool(swept) and after.split()[:1] == unknown[:1] and not unknown[0].startswith("-")
+        words = _rest_of_values(swept[-1], unknown[0]) if is_of_sweep else what_is_unknown(parser, *unknown[:2])
+        raise UsageError(f"{words} %accelerate? lists every flag.")
     return replace(RunOptions(**vars(known)), sweep=_each_once(known.sweep))
+
+
+def _rest_of_values(values: str, word: str) -> str:
+    return f"{word!r} belongs to no flag; values of one name are written with commas: --sweep {values},{word}."
 
 
 def _each_once(swept: Sequence[SweptName] | None) -> tuple[SweptName, ...] | None:
@@ -269,14 +275,17 @@ def what_is_unknown(parser: argparse.ArgumentParser, word: str, following: str =
     flag, _, value = word.partition("=")
     if (meant := _OF_OTHERS.get(flag.replace("_", "-"))) is not None:
         return f"there is no flag {flag}; did you mean {' '.join([meant, *(value or following).split()[:1]])}?"
+    if (command := flag.lstrip("-")) in COMMANDS:
+        return f"{word!r} is a command: %accelerate {command}, with one percent sign."
     if flag.startswith("-"):
         every = [name for action in parser._actions for name in action.option_strings]
         alike = difflib.get_close_matches(flag.replace("_", "-"), every, n=1)
         return f"there is no flag {flag}{f'; did you mean {alike[0]}?' if alike else '.'}"
     if flag.startswith(_DASHES):
         return f"{word!r} begins with a dash that is no hyphen, as texts on the web do; write - or --."
-    if word in COMMANDS:
-        return f"{word!r} is a command: %accelerate {word}, with one percent sign."
     if word.isdecimal():
         return f"{word!r} belongs to no flag; for {word} ranks it is -n {word}."
+    if (action := _action(parser, flag)) is not None:
+        meant = f"{action.option_strings[0]} {value or ('' if action.nargs == 0 else following)}".rstrip()
+        return f"{word!r} has no dash; did you mean {meant}?"
     return f"{word!r} belongs to no flag; lists are written with commas, such as --out model,history."

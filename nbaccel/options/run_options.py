@@ -149,7 +149,11 @@ class RunOptions:
             return None
         shown = frozenset(expanded(self.ranks or ""))
         if max(shown) >= world_size:
-            raise LaunchRefused(f"--ranks {self.ranks}: {_number_of_ranks(world_size)}; name some of these, or all.")
+            meant = f" For {self.ranks} ranks write -n {self.ranks}." if (self.ranks or "").isdecimal() else ""
+            raise LaunchRefused(
+                f"--ranks {self.ranks} chooses whose output is shown, and {_number_of_ranks(world_size)}: name some of "
+                f"these, or all.{meant}"
+            )
         return shown if self.pdb is None else shown | {self.pdb}
 
 

@@ -39,7 +39,11 @@ WRONG = {
     ],
     "--ranks": [
         ("--ranks last", "ranks are all, a number, or a list such as 0,2-3; got 'last'"),
-        ("-n 2 --ranks 2", "--ranks 2: this run has 2 ranks, 0-1; name some of these, or all."),
+        (
+            "-n 2 --ranks 2",
+            "--ranks 2 chooses whose output is shown, and this run has 2 ranks, 0-1: name some of these",
+        ),
+        ("--ranks 2", "this run has 1 rank, 0 alone: name some of these, or all. For 2 ranks write -n 2."),
     ],
     "--devices": [
         (
@@ -106,6 +110,7 @@ WRONG = {
         ("--sweep fold=0 fold=1", "--sweep has fold twice"),
         ("--sweep fold=0 --sweep lr=1", "--sweep stands twice in this line"),
         ("--sweep fold=0 zip", "'zip' belongs to no flag"),
+        ("--sweep lr=1e-2 1e-3", "values of one name are written with commas: --sweep lr=1e-2,1e-3."),
         ("--sweep fold=0 --start inline", "--sweep and --start inline exclude each other: each run needs processes"),
         ("--sweep fold=0 --pdb 0", "--sweep and --pdb exclude each other: several runs go on at once"),
         ("--sweep fold=0 --bg", "--sweep and --bg exclude each other: a sweep is watched by the cell"),

@@ -228,6 +228,11 @@ def test_another_command_is_one_sentence(planned: Any) -> None:
     )
 
 
+def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(planned: Any) -> None:
+    ran = planned.run("%accelerate wy")
+    assert ran.stderr == "UsageError: %accelerate wy is no command; did you mean %accelerate why?\n"
+
+
 def test_a_cell_magic_below_code_is_one_sentence_and_runs_nothing(planned: Any, recorder: Any) -> None:
     ran = planned.run("above = 1\n%%accelerate -n 2\nbelow = 2")
     assert ran.stderr == (

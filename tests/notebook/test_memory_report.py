@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy
+import pandas
 import pytest
 import torch
 
 from nbaccel.base.events import Memory, Metric
 from nbaccel.base.hardware import Gpu, MemoryInfo as HostMemory, Survey
-from nbaccel.notebook.memory_report import Processes, RankMemory, held_by_names, memory_report
-from nbaccel.train.oom.memory import Holding
+from nbaccel.notebook.memory_report import Held, Processes, RankMemory, held_by_names, memory_report
 
 SURVEY = Survey(
     gpus=(Gpu(0, "GPU-a", "Tesla T4", 15_800_000_000, 2_100_000_000, processes=((7, 1_200_000_000), (8, None))),),
@@ -19,7 +20,7 @@ SURVEY = Survey(
 )
 
 
-def report(*events: tuple[int, Memory], held: tuple[Holding, ...] = (), survey: Survey = SURVEY) -> list[str]:
+def report(*events: tuple[int, Memory], held: tuple[Held, ...] = (), survey: Survey = SURVEY) -> list[str]:
     ranks = RankMemory()
     ranks.begin("Cell In[5]")
     for rank, event in events:
@@ -38,7 +39,7 @@ def test_kernel_and_ranks_stand_in_one_table_by_host_and_device() -> None:
         "rank 1 of Cell In[5]    500.0 MB, at most 600.0 MB  none used",
         "machine: 12.3 GB of 16.0 GB host memory available",
         "cuda:0 Tesla T4: 2.1 GB of 15.8 GB in use, 1.2 GB of it by this kernel",
-        "no name of the notebook holds a tensor",
+        "no name of the notebook holds a tensor or an array",
     ]
 
 
@@ -54,14 +55,23 @@ def test_the_last_word_of_a_rank_counts_and_a_new_run_begins_anew() -> None:
     assert (ranks.latest, ranks.cell) == ({}, "Cell In[2]")
 
 
+def test_arrays_and_frames_are_found_by_their_names_and_a_view_counts_with_its_array() -> None:
+    array = numpy.zeros(100_000)
+    names = {"array": array, "view": array[1:], "frame": pandas.DataFrame({"column": numpy.ones(300_000)}), "_": array}
+    held = [one for one in held_by_names(names) if one.name in names]
+    assert [one.name for one in held] == ["frame", "array"]
+    assert held[1] == Held("array", 800_000)
+    assert 2_400_000 <= held[0].bytes < 2_410_000
+
+
 def test_names_are_listed_with_size_and_device_and_how_to_let_them_go() -> None:
-    held = [Holding("opt.state", 824_000_000, "cuda:0"), Holding("model", 412_000_000, "cuda:0")]
+    held = [Held("opt.state", 824_000_000, "cuda:0"), Held("model", 412_000_000, "cuda:0")]
     assert report(held=tuple(held))[-3:] == [
         "held by names of the notebook:",
         "  opt.state   824.0 MB  cuda:0",
         "  model       412.0 MB  cuda:0",
     ]
-    held.append(Holding("Out[7]", 96_000_000))
+    held.append(Held("Out[7]", 96_000_000))
     assert report(held=tuple(held))[-2:] == [
         "  Out[7]       96.0 MB  cpu",
         "outputs go with nbaccel.free_memory(history=True), names with del",
@@ -69,7 +79,7 @@ def test_names_are_listed_with_size_and_device_and_how_to_let_them_go() -> None:
 
 
 def test_very_many_names_are_summed_up() -> None:
-    lines = report(held=tuple(Holding(f"x{number:02}", 1_000_000) for number in range(20)))
+    lines = report(held=tuple(Held(f"x{number:02}", 1_000_000) for number in range(20)))
     assert lines[-2:] == ["  x11     1.0 MB  cpu", "  and 8 more, 8.0 MB"]
 
 
@@ -77,7 +87,7 @@ def test_without_torch_nothing_is_imported_to_answer(monkeypatch: pytest.MonkeyP
     import sys
 
     monkeypatch.delitem(sys.modules, "torch")
-    assert held_by_names() == []
+    assert held_by_names({}) == []
     assert Processes.now().devices == {}
 
 

@@ -58,6 +58,8 @@ def test_flags_are_read(line: str, expected: RunOptions) -> None:
     ("line", "sentence"),
     [
         ("--ot x", "there is no flag --ot; did you mean --out? %accelerate? lists every flag."),
+        ("--stop", "'--stop' is a command: %accelerate stop, with one percent sign."),
+        ("n 2", "'n' has no dash; did you mean -n 2?"),
         ("--quux=3", "there is no flag --quux. %accelerate? lists every flag."),
         ("-o model history", "'history' belongs to no flag; lists are written with commas"),
         ("-n 0", "a number of ranks is 1 or more, or auto; got '0'"),
@@ -204,7 +206,10 @@ def test_ranks_are_expanded(ranks: Any, shown: Any) -> None:
 
 
 def test_a_rank_that_the_run_does_not_have_is_refused() -> None:
-    with pytest.raises(LaunchRefused, match=r"--ranks 2: this run has 2 ranks, 0-1; name some of these, or all\."):
+    with pytest.raises(
+        LaunchRefused,
+        match=r"--ranks 2 chooses .* this run has 2 ranks, 0-1: name some of these, or all\. For 2 ranks write -n 2\.",
+    ):
         RunOptions(ranks="2").shown_ranks(2)
     with pytest.raises(LaunchRefused, match="this run has 1 rank, 0 alone"):
         RunOptions(ranks="1").shown_ranks(1)

@@ -102,7 +102,10 @@ class ItemCall:
             )
         answers = list(answers)
         if len(answers) != count:
-            raise TypeError(f"the function returned {plural(len(answers), 'answer')} for {plural(count, 'item')}")
+            raise TypeError(
+                f"the function returned {plural(len(answers), 'answer')} for {plural(count, 'item')}: it gets a list "
+                "of items, and returns a list with an answer for each"
+            )
         if isinstance(self._format, InMemoryFormat):
             answers = [one if isinstance(one, _PLAIN) else _on_host(one) for one in answers]
         return answers

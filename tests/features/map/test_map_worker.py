@@ -171,7 +171,7 @@ def test_the_longest_items_may_fail_where_others_do_not() -> None:
         (lambda texts: {*texts}, "it returned a set"),
         (lambda texts: Table(texts), "it returned a Table"),
         (ask, r"the function is async.*asyncio.run\(ask\(items\)\)"),
-        (lambda texts: [*texts, "more"], "the function returned 2 answers for 1 item"),
+        (lambda texts: [*texts, "more"], "2 answers for 1 item: it gets a list of items"),
     ],
 )
 def test_what_is_no_list_of_answers_is_said(function: Any, words: str) -> None:
