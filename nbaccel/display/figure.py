@@ -173,7 +173,7 @@ def draw(
             _held_out(axes, history, held_out, ground)
         if not shown:
             nothing = figure.add_subplot(grid[:, 0])
-            nothing.set_title("no numbers were logged")
+            nothing.set_title(facts.not_found(list(known)) if known else "no numbers were logged")
             nothing.set_axis_off()
         for at, part in enumerate(beside):
             each = 2 * rows // len(beside)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html import escape
 
-from nbaccel.base.quantities import gigabytes, number, rate, ticks
+from nbaccel.base.quantities import gigabytes, listed, number, rate, ticks
 from nbaccel.display.history import History, Usage
 from nbaccel.display.item_count import ItemCount
 from nbaccel.display.series import Line, are_equal
@@ -139,8 +139,11 @@ class Panel:
         drawn = None if series is None else series.coarser(max(24, min(160, points // lines)))
         mean = None if drawn is None else drawn.mean()
         if series is None or drawn is None or not mean:
-            aside = "nothing yet" if series is None else not_finite_words(series)
-            return self._figure(f'<div class="row fits"><b>{escape(name)}</b><span class="soft">{aside}</span></div>')
+            there = listed([other for other in everything if other != name])
+            aside = f"nothing yet{there and f'; there is {there}'}" if series is None else not_finite_words(series)
+            return self._figure(
+                f'<div class="row fits"><b>{escape(name)}</b><span class="soft">{escape(aside)}</span></div>'
+            )
         marks = [mark.step for mark in self.history.marks if mark.kind == "oom" and mark.step is not None]
         held_out = {other: everything[other].coarser(_HELD_OUT_POINTS).mean() for other in beside}
         held_out = {other: line for other, line in held_out.items() if line}

@@ -37,6 +37,8 @@ __all__ = [
 
 _SHORT_S = 2.0
 _LONGEST_WHY = 160
+_LONGEST_LINE = 120
+"""Characters of a first line that also has the first notice: what a notebook shows in one row."""
 
 TICK_SLACK_S = 0.1
 """Ticks come about half a second apart: what falls due within this time after a tick is done by it, not by the next."""
@@ -67,14 +69,16 @@ class RunView(Listener):
     def head(self, line: str) -> None:
         """Set the line that stands above all text; it is written with the first one, or at the end of the run.
 
-        If that text begins with a notice of the project, for example on how batches are split, both are one line.
+        If that text begins with a short notice of the project, as on how batches are split, both are one line.
         """
         self._heading = line
 
     def write(self, stream: str, text: str) -> None:
         """Write text of the ranks."""
         if self._heading and stream == "stdout" and text.startswith(NOTICE):
-            text, self._heading = f"{self._heading}; {text.removeprefix(NOTICE)}", ""
+            joined = f"{self._heading}; {text.removeprefix(NOTICE)}"
+            if joined.find("\n") <= _LONGEST_LINE:
+                text, self._heading = joined, ""
         self.write_heading()
         self._screen.write(stream, text)
 

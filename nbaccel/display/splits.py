@@ -17,7 +17,9 @@ from nbaccel.display.series import Line
 
 __all__ = [
     "held_out_beside",
+    "is_accuracy",
     "is_held_out",
+    "meant_by",
     "plots_of",
     "smoothed",
 ]
@@ -26,6 +28,7 @@ _TRAINING = frozenset({"train", "training", "tr", "fit"})
 _HELD_OUT = frozenset({"val", "valid", "validation", "validate", "eval", "evaluation", "dev", "test", "heldout"})
 _AVERAGED = frozenset({"step", "epoch"})
 _MOST_BESIDE = 2
+_ACCURACIES = ("acc", "accuracy")
 
 
 def _metric_and_part(name: str) -> tuple[str, bool]:
@@ -53,6 +56,31 @@ def is_held_out(name: str) -> bool:
         (True, False, False)
     """
     return _metric_and_part(name)[1]
+
+
+def is_accuracy(name: str) -> bool:
+    """Return whether a name is that of an accuracy.
+
+    Example:
+        >>> is_accuracy("train/acc"), is_accuracy("val_accuracy"), is_accuracy("accumulated")
+        (True, True, False)
+    """
+    return _metric_and_part(name)[0].rpartition(" ")[2] in _ACCURACIES
+
+
+def meant_by(word: str, names: Sequence[str]) -> list[str]:
+    """Return those of `names` that a person means by `word`: the name itself, else that metric, training first.
+
+    Example:
+        >>> meant_by("acc", ["loss", "val/acc", "train/acc"]), meant_by("acc", ["val_accuracy"])
+        (['train/acc', 'val/acc'], ['val_accuracy'])
+    """
+    if word in names:
+        return [word]
+    metric = _metric_and_part(word)[0]
+    same = [name for name in names if _metric_and_part(name)[0] == metric]
+    alike = same or [name for name in names if metric in _ACCURACIES and is_accuracy(name)]
+    return sorted(alike, key=is_held_out)
 
 
 def held_out_beside(name: str, names: Iterable[str]) -> list[str]:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nbaccel.base.events import LoopKind, TrainingMode
-from nbaccel.base.quantities import duration, gigabytes, number, plural, rate, span
+from nbaccel.base.quantities import duration, gigabytes, listed, number, plural, rate, span
 from nbaccel.display.history import History, Mark, Usage
 from nbaccel.display.series import Series
-from nbaccel.display.splits import is_held_out
+from nbaccel.display.splits import is_accuracy, is_held_out, meant_by
 
 __all__ = [
     "RUNNING",
@@ -77,16 +77,31 @@ class RunFacts:
         return self.devices[rank] if rank < len(self.devices) else "host"
 
     def shown(self, names: list[str]) -> list[str]:
-        """Return those of the curves `names` that are to be drawn.
+        """Return those of the curves `names` that are to be drawn: the chosen ones, else a loss and an accuracy.
+
+        A chosen one that is not among them is returned too: it may come.
 
         Example:
-            >>> RunFacts().shown(["lr", "train_loss"]), RunFacts(plots=("acc",)).shown(["loss"])
-            (['train_loss'], ['acc'])
+            >>> RunFacts().shown(["lr", "train_loss", "val/acc"]), RunFacts(plots=("acc",)).shown(["loss"])
+            (['train_loss', 'val/acc'], ['acc'])
+            >>> RunFacts(plots=("loss", "acc")).shown(["loss", "train/acc", "val/acc"])
+            ['loss', 'train/acc', 'val/acc']
         """
         if self.plots:
-            return list(self.plots)
-        losses = [name for name in names if name.lower().endswith("loss")]
-        return sorted(losses or names, key=is_held_out)[:1]
+            return list(dict.fromkeys(name for plot in self.plots for name in meant_by(plot, names) or [plot]))
+        losses = sorted([name for name in names if name.lower().endswith("loss")], key=is_held_out)
+        accuracies = sorted(filter(is_accuracy, names), key=is_held_out)
+        return [*losses[:1], *accuracies[:1]] or sorted(names, key=is_held_out)[:1]
+
+    def not_found(self, names: list[str]) -> str:
+        """Return which chosen curves are not among `names`, and what there is; empty if all are.
+
+        Example:
+            >>> RunFacts(plots=("f1",)).not_found(["loss", "val/acc"])
+            '--plot f1: nothing is called so; there is loss, val/acc'
+        """
+        unknown = ", ".join(plot for plot in self.plots if not meant_by(plot, names))
+        return f"--plot {unknown}: nothing is called so; there is {listed(names) or 'no number'}" if unknown else ""
 
 
 def _mode_words(mode: TrainingMode, world_size: int) -> str:
@@ -178,7 +193,8 @@ def line(history: History, facts: RunFacts, seconds: float, state: RunState = RU
         limits = {usage.limit_bytes for usage in usages if usage.is_device and usage.limit_bytes}
         of = f" of {span(sorted(limits))}" if limits else ""
         words.append(f"{'peak memory' if state.is_over else 'memory'} {span(sizes)}{of}")
-    return ", ".join(words)
+    nothing = facts.not_found(history.names) if state.is_over else ""
+    return "; ".join(filter(None, [", ".join(words), nothing]))
 
 
 def few_numbers(history: History, facts: RunFacts) -> list[str]:

@@ -40,7 +40,7 @@ def titles(history: History, **options: object) -> list[str]:
 
 def test_the_figure_shows_loss_memory_and_speed() -> None:
     loss = a_run().phase.series["loss"].latest
-    assert titles(a_run()) == [f"loss {loss:#.4g}", "memory, peak 11.2 GB", "speed, 10.0 steps/s"]
+    assert titles(a_run()) == [f"loss {loss:#.4g}", "acc 0.8105", "memory, peak 11.2 GB", "speed, 10.0 steps/s"]
 
 
 def test_each_rank_and_the_mean_are_in_the_legend() -> None:
@@ -50,7 +50,7 @@ def test_each_rank_and_the_mean_are_in_the_legend() -> None:
 
 
 def test_the_limit_of_a_device_is_a_line_and_memory_starts_at_zero() -> None:
-    axes = draw(a_run()).axes[1]
+    axes = draw(a_run()).axes[2]
     assert [text.get_text() for text in axes.texts] == ["limit 14.7 GB"]
     assert axes.get_ylim()[0] == 0
 
@@ -120,9 +120,9 @@ def test_no_ticks_of_a_picture_are_laid_out_to_place_a_title(monkeypatch: pytest
 
     monkeypatch.setattr(Axis, "get_majorticklocs", counted)
     figure = draw(a_run(2, 500), title="Cell In[5]: done in 50 s")
-    assert len(figure.axes) == 3
+    assert len(figure.axes) == 4
     picture(figure, "loss 0.5")
-    assert len(laid_out) <= 16  # 33 where titles and all labels look for their place
+    assert len(laid_out) <= 22  # 43 where titles and all labels look for their place
 
 
 def test_few_colours_are_those_of_all_pixels() -> None:

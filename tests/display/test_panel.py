@@ -10,9 +10,10 @@ import pytest
 
 from display.runs import a_run
 from nbaccel.base.events import Loss, Metric, OutOfMemory
+from nbaccel.display.figure import draw
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
-from nbaccel.display.summary import RunFacts, RunState
+from nbaccel.display.summary import RunFacts, RunState, line
 
 FACTS = RunFacts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
 DONE = RunState("done", "done in 50 s, 500 steps")
@@ -78,7 +79,8 @@ def test_a_person_who_hears_it_gets_the_numbers() -> None:
     loss = history.phase.series["loss"]
     assert [svg.attrib["aria-label"] for svg in plots] == [
         f"loss {loss.latest:#.4g} (rank 0 {loss.last[0]:#.4g}, rank 1 {loss.last[1]:#.4g}, "
-        f"lowest {loss.lowest:#.4g}, highest {loss.highest:#.4g})"
+        f"lowest {loss.lowest:#.4g}, highest {loss.highest:#.4g})",
+        "acc 0.8105 (lowest 0, highest 0.8105)",
     ]
     assert panel.find("progress").attrib["aria-label"] == "epoch 1/3, batch 500/500, step 500, 33 %"  # type: ignore[union-attr]
 
@@ -95,14 +97,33 @@ def test_the_state_is_a_word_and_a_sign_not_a_colour_alone(word: str) -> None:
 
 
 def test_the_curves_that_were_chosen_are_drawn() -> None:
-    chosen = ("acc", "loss", "f1", "acc", "loss")
+    chosen = ("acc", "loss", "f1", "bleu", "rouge")
     html = Panel(a_run(), RunFacts(plots=chosen)).html(50.0)
     assert [figure.findtext("div/b", "").split()[0] for figure in tree(html).iter("figure")] == list(chosen)
-    assert "nothing yet" in words(html)
+    assert "nothing yet; there is loss, acc" in words(html)
 
 
-def test_numbers_that_are_not_drawn_are_written() -> None:
-    assert "acc 0.8105" in words(Panel(a_run(), FACTS).html(50.0))
+def test_a_chosen_metric_is_found_under_the_names_of_its_parts_and_what_is_not_there_is_said() -> None:
+    history = History(1)
+    for step in range(4):
+        history.feed(0, 1.0 + step, Metric({"loss": 1.0, "train/acc": step / 10, "val/acc": step / 9}, step))
+    facts = RunFacts(plots=("acc",))
+    (figure,) = tree(Panel(history, facts).html(5.0)).iter("figure")
+    assert [each.text for each in figure.iter("b")] == ["train/acc 0.3000", "● val/acc 0.3333"]
+    assert [axes.get_title(loc="left") for axes in draw(history, facts).axes][:1] == ["train/acc 0.3000"]
+    assert [axes.get_title(loc="left") for axes in draw(history, RunFacts(plots=("f1",))).axes][:1] == [
+        "--plot f1: nothing is called so; there is loss, train/acc, val/acc"
+    ]
+    ended = line(history, RunFacts(plots=("loss", "f1")), 5.0, RunState("done", "done in 5 s"))
+    assert ended.endswith("; --plot f1: nothing is called so; there is loss, train/acc, val/acc")
+
+
+def test_a_logged_accuracy_is_drawn_beside_the_loss_and_other_numbers_are_written() -> None:
+    history = a_run()
+    history.feed(0, 50.0, Metric({"lr": 0.5}, 500))
+    html = Panel(history, FACTS).html(50.0)
+    assert [figure.findtext("div/b", "").split()[0] for figure in tree(html).iter("figure")] == ["loss", "acc"]
+    assert "lr 0.5000" in words(html)
 
 
 def test_names_of_the_user_are_text_not_html() -> None:
@@ -139,7 +160,7 @@ def test_memory_that_ran_out_is_marked_in_the_plot_and_said() -> None:
     history.feed(1, 50.0, OutOfMemory(250, "forward", 64, 32, 64))
     html = Panel(history, FACTS).html(50.0)
     assert "step 250: rank 1 ran out of memory" in words(html)
-    assert html.count('stroke="var(--bad)"') == 1
+    assert html.count('stroke="var(--bad)"') == 2
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e-9, 1e12])

@@ -58,7 +58,7 @@ def test_of_several_at_most_two_share_a_plot_and_none_is_drawn_twice() -> None:
 
 def test_the_loss_of_training_is_drawn_where_one_of_held_out_data_was_logged_first() -> None:
     assert RunFacts().shown(["val_loss", "train_loss"]) == ["train_loss"]
-    assert RunFacts().shown(["val_loss", "acc"]) == ["val_loss"]
+    assert RunFacts().shown(["val_loss", "acc"]) == ["val_loss", "acc"]
 
 
 def a_validated(world_size: int = 1) -> History:
@@ -70,7 +70,7 @@ def a_validated(world_size: int = 1) -> History:
 
 def test_the_panel_and_the_picture_draw_both_in_one_plot() -> None:
     history = a_validated()
-    html = Panel(history, RunFacts("Cell In[5]")).html(20.0)
+    html = Panel(history, RunFacts("Cell In[5]", plots=("loss",))).html(20.0)
     (figure,) = ElementTree.fromstring(html).iter("figure")
     strong = ["".join(each.itertext()) for each in figure.iter("b")]
     assert strong[0].startswith("loss 0.")
