@@ -111,7 +111,7 @@ def test_loading_as_an_extension_imports_nothing_of_what_a_launch_needs() -> Non
     line = [sys.executable, "-c", f"WAITS = {waits}\n{textwrap.dedent(code)}"]
     told = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()
     assert told[0] == "[]"
-    assert int(told[1]) <= 26  # each is a fraction of a millisecond of the 20 that `%load_ext` may take
+    assert int(told[1]) <= 27  # each is a fraction of a millisecond of the 20 that `%load_ext` may take
     assert told[2].startswith("next cell: ")  # everything comes with the first magic
 
 
