@@ -17,7 +17,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from nbaccel.base.quantities import duration, number, plural
-from nbaccel.display.figure import ANY_GROUND, head_lines, logarithmic, sheet, trace
+from nbaccel.display.figure import PAPER, head_lines, logarithmic, sheet, trace
 from nbaccel.display.panel import SIGNS, Panel
 from nbaccel.display.series import Line
 from nbaccel.display.splits import held_out_beside
@@ -190,7 +190,7 @@ def draw_runs(comparison: RunComparison, title: str = "", more: Sequence[RunComp
     height_in = max(_LEAST_IN, 0.7 + _LINE_IN * (len(_first_and_latest(comparison.rows)) + 1))
     ends = ", ".join(f"{count} {word}" for word, count in comparison.ends.items())
     lines = head_lines(title or f"{plural(comparison.runs, 'run')}: {ends}", _WIDTH_IN)
-    with sheet((_WIDTH_IN, height_in * len(drawn)), ANY_GROUND, lines) as figure:
+    with sheet((_WIDTH_IN, height_in * len(drawn)), PAPER, lines) as figure:
         grid = figure.add_gridspec(len(drawn), 2, width_ratios=[1.0, 1.0])
         for at, each in enumerate(drawn):
             named = _first_and_latest(each.rows)
@@ -219,10 +219,10 @@ def _curves(axes: Axes, rows: Sequence[RunRow], named: Collection[int], name: st
     axes.set_xlabel("step")
     axes.margins(x=0.01)
     for number_, _, line_ in beside:
-        axes.plot(line_.step, line_.mean, color=ANY_GROUND.rank(number_ - 1), linewidth=0.8, marker="o", ms=2.6)
+        axes.plot(line_.step, line_.mean, color=PAPER.rank(number_ - 1), linewidth=0.8, marker="o", ms=2.6)
     for row in rows:
         if row.number in named:
-            trace(axes, row.curve, row.number - 1, "", 1.2, ANY_GROUND)
+            trace(axes, row.curve, row.number - 1, "", 1.2, PAPER)
         else:  # in the background: nobody tells a hundred curves apart
             axes.plot(row.curve.step, row.curve.mean, color=_UNNAMED, linewidth=0.6, zorder=1.5)
     low, high = min(min(row.curve.low) for row in rows), max(max(row.curve.high) for row in rows)
@@ -254,6 +254,6 @@ def _lines(axes: Axes, comparison: RunComparison, rows: Sequence[RunRow]) -> Non
 
 def _sample(axes: Axes, at: int, height: float) -> None:
     """Draw a piece of the curve of run `at`."""
-    (drawn,) = axes.plot([0.0, 0.08], [height, height], color=ANY_GROUND.rank(at), linewidth=1.6)
+    (drawn,) = axes.plot([0.0, 0.08], [height, height], color=PAPER.rank(at), linewidth=1.6)
     if dash := dashes(at):
         drawn.set_dashes(dash)

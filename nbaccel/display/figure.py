@@ -18,7 +18,7 @@ from nbaccel.display.history import History
 from nbaccel.display.series import Line, Series, are_equal
 from nbaccel.display.splits import plots_of, smoothed
 from nbaccel.display.summary import RunFacts
-from nbaccel.display.svg import ON_ANY, ON_LIGHT, Scale, dashes
+from nbaccel.display.svg import ON_LIGHT, Scale, dashes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.gridspec import GridSpec
 
 __all__ = [
-    "ANY_GROUND",
     "PAPER",
     "Bundle",
     "Ground",
@@ -66,12 +65,10 @@ class Ground:
 
 
 PAPER = Ground("white", "#1d1f23", "#5b616b", "#9aa0a8", "#e4e7eb", "#b3261e", ON_LIGHT, "#7a3fb0")
-"""Colours for a figure that is printed, or saved by its user."""
-ANY_GROUND = Ground("none", "#777c85", "#777c85", "#8b909899", "#8b909840", "#d9534a", ON_ANY, "#9a6ad0")
-"""Colours for pages that are white or nearly black and do not say which.
+"""The colours of all figures; text has a contrast of 4.5:1 and more, lines of ranks 3:1 (a test computes it).
 
-The programs that show the saved file have themes that no PNG can follow. Text has a contrast of 4:1 on both, lines in
-the colours of ranks 3:1 (a test computes it).
+A picture brings its own paper: the programs that show a saved file have themes that no PNG can follow, and no text has
+more than 4.2:1 on white and on nearly black alike.
 """
 
 _WIDTH_IN, _HEIGHT_IN = 9.4, 2.7

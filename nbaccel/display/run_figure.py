@@ -109,7 +109,7 @@ def size_px(figure: Figure) -> tuple[int, int]:
 
 
 def png_of(figure: Figure) -> bytes:
-    """Return a PNG of few colours, a quarter of the size that matplotlib writes, as transparent as the figure."""
+    """Return a PNG of few colours, a quarter of the size that matplotlib writes."""
     before = figure.canvas
     canvas: Any = FigureCanvasAgg(figure)
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from nbaccel.base.events import Event, Listener
 from nbaccel.display.comparison import RunComparison, draw_runs
-from nbaccel.display.figure import ANY_GROUND, Bundle, Picture, draw, picture
+from nbaccel.display.figure import Bundle, Picture, draw, picture
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState, text
@@ -306,7 +306,7 @@ def kept(
         names: The curves to draw; None for those that were chosen for the run.
     """
     title = ", ".join(filter(None, [f"{facts.title}: {state.sentence}", facts.setting_of(history)]))
-    figure = draw(history, facts, names=names, title=title, ground=ANY_GROUND)
+    figure = draw(history, facts, names=names, title=title)
     return picture(figure, text(history, facts, seconds, state))
 
 

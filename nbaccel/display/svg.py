@@ -17,7 +17,6 @@ from html import escape
 from nbaccel.display.series import Line
 
 __all__ = [
-    "ON_ANY",
     "ON_LIGHT",
     "STYLE",
     "Scale",
@@ -169,8 +168,6 @@ ON_LIGHT = ("#0072b2", "#d55e00", "#008a65", "#a9507f", "#b07a00", "#3a87b8")
 
 Green, purple, orange and sky blue are darkened until they reach 3:1, which graphics need (WCAG 1.4.11).
 """
-ON_ANY = ("#1680c2", "#d55e00", "#008a65", "#b95c90", "#a87400", "#5c7fa3")
-"""Colours for an unknown background: 3:1 on white and on nearly black alike."""
 _ON_DARK = ("#56b4e9", "#e69f00", "#2fc39a", "#d98fb9", "#f0e442", "#ff8a4c")
 
 _DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (4, 2, 1, 2, 1, 2))
@@ -225,7 +222,9 @@ STYLE = (
     # One line high: parts that do not fit wrap out of sight as a whole.
     ".nbaccel .fits{display:flex;flex-wrap:wrap;height:20px;overflow:hidden;white-space:pre}"
     ".nbaccel .row>.fits{flex:1 1 0;min-width:0}.nbaccel .row>.fits::before{content:'\\200b'}"
-    ".nbaccel .at>.fits+.fits{flex:none}.nbaccel .row.fits{gap:0}.nbaccel figure .row.fits{gap:0 8px}"
+    # The position comes first, then as many of the speeds as there is room for.
+    ".nbaccel .at>.fits:first-child{flex:none;max-width:100%}.nbaccel .at>.fits+.fits{justify-content:flex-end}"
+    ".nbaccel .row.fits{gap:0}.nbaccel figure .row.fits{gap:0 8px}"
     ".nbaccel .fits>*{max-width:100%;overflow:hidden;text-overflow:ellipsis}"
     ".nbaccel .row>.fits>*{max-width:none}"
     ".nbaccel .soft{color:var(--soft)}.nbaccel b{font-weight:600}"

@@ -39,6 +39,7 @@ from nbaccel.notebook.cell_run import (
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
+from nbaccel.notebook.rank_counts import RankCounts
 from nbaccel.notebook.shell_hooks import CudaWatch, FailedCells
 from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
 from nbaccel.notebook.stop_control import FormerButton, StopControl
@@ -109,6 +110,7 @@ class Session:
         self.rank_memory = RankMemory()
         self.background = Background(self.say, self.place)
         self._views = Views()
+        self._rank_counts = RankCounts()
         self.former_button = FormerButton(getattr(shell, "kernel", None))
         self._launcher = launcher
         self.setup = setup
@@ -343,6 +345,10 @@ class Session:
         finally:
             # Last, because it takes a moment that an interrupt may end: everything else is in the notebook.
             run.show_end()
+            if run.end == "done" and not run.ended.stays:
+                ranks = run.spec.world_size
+                if line := self._rank_counts.note(run.source.code, ranks, run.kept.seconds, run.source.name):
+                    self.say(line)
 
 
 def _refuse_unknown(flag: str, names: Collection[str] | None, known: Collection[str], who_has_not: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from display.runs import a_run
 from nbaccel.base.events import Loss, Metric
-from nbaccel.display.figure import ANY_GROUND, PAPER, draw
+from nbaccel.display.figure import PAPER, draw
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.series import Line
@@ -143,7 +143,7 @@ def test_a_noisy_curve_is_drawn_pale_below_a_smooth_one_and_its_numbers_stay() -
 
 @pytest.mark.parametrize(
     ("colour", "ground"),
-    [(PAPER.held_out, "#ffffff"), (ANY_GROUND.held_out, "#ffffff"), (ANY_GROUND.held_out, "#16181c")],
+    [(PAPER.held_out, "#ffffff")],
 )
 def test_the_colour_of_held_out_data_is_visible(colour: str, ground: str) -> None:
     def light(text: str) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbaccel.features.speed.changes import SpeedChange
 from nbaccel.features.speed.speed_comparison import SpeedRow
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.preflight import ProcessState, threads_per_rank
 
 __all__ = ["Machine", "candidates", "refinements"]
 
@@ -38,6 +40,12 @@ class Machine:
     threads: int
     capability: tuple[int, int] | None = None
 
+    def one_rank(self, plan: LaunchPlan) -> LaunchPlan:
+        """Return the plan of a cell with one rank, on the devices of the first, with the threads of all."""
+        devices = replace(plan.devices, num_processes=1, gpus=plan.devices.of_rank(0))
+        threads = threads_per_rank(self.cores * self.ranks, 1, ProcessState.now().threads)
+        return replace(plan, devices=devices, threads=threads)
+
 
 def candidates(facts: Mapping[str, Any], machine: Machine, precision: str, has_samples: bool) -> list[SpeedRow]:
     """Return a row for each change that is worth a trial, those first that help most often.
@@ -47,7 +55,8 @@ def candidates(facts: Mapping[str, Any], machine: Machine, precision: str, has_s
         precision: The precision of the cell.
         has_samples: The samples of a step are known, so that batch sizes can be compared.
     """
-    rows: list[SpeedRow] = []
+    # The work of a step is often too little to be shared: then one rank alone is faster than several.
+    rows = [SpeedRow(SpeedChange(ranks=1), "ranks")] if machine.ranks > 1 and has_samples else []
     if (loader := facts.get("loader")) is not None:
         rows += [
             SpeedRow(SpeedChange(loader={"num_workers": count}), "workers")

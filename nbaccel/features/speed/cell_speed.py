@@ -62,7 +62,9 @@ class SpeedReport:
         found = self.comparison
         if not row.speeds:
             return str(row.change), row.why_not, "", ""
-        speed = rate(found.rate(row), "samples" if found.has_samples else "steps")
+        # Each ratio is to the cell as it is just before and after: the table shows it as a speed of today's base.
+        per_s = found.rate(row) if row is found.base else found.rate(found.base) * found.ratio(row)
+        speed = rate(per_s, "samples" if found.has_samples else "steps")
         if row is found.base:
             noise = f" (+-{found.noise:.0%})" if len(row.speeds) > 1 else ""
             return str(row.change), f"{speed}{noise}", "1.00", ""

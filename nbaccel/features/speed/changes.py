@@ -23,6 +23,7 @@ class SpeedChange:
         channels_last: The memory format of the model.
         threads: The threads of torch in each rank; 0 for those of the launcher.
         precision: That of `-p`; empty for the cell's.
+        ranks: That of `-n`; 0 for the cell's.
     """
 
     loader: Mapping[str, Any] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class SpeedChange:
     channels_last: bool = False
     threads: int = 0
     precision: str = ""
+    ranks: int = 0
 
     def with_(self, other: SpeedChange) -> SpeedChange:
         """Return both changes together; `other` decides where both change the same.
@@ -53,6 +55,7 @@ class SpeedChange:
             channels_last=self.channels_last or other.channels_last,
             threads=other.threads or self.threads,
             precision=other.precision or self.precision,
+            ranks=other.ranks or self.ranks,
         )
 
     @property
@@ -69,4 +72,5 @@ class SpeedChange:
         parts += ["model.compile()"] * self.compiles + ["channels_last"] * self.channels_last
         parts += [f"{self.threads} thread{'s' * (self.threads > 1)} in each rank"] if self.threads else []
         parts += [f"-p {self.precision}"] if self.precision else []
+        parts += [f"-n {self.ranks}"] if self.ranks else []
         return ", ".join(parts)

@@ -134,8 +134,9 @@ def lines_to_paste(change: SpeedChange, facts: Mapping[str, Any], cells: Noteboo
         lines.append(
             PastedLine(f"Cell In[{cells.running}], as its first line", f"torch.set_num_threads({change.threads})")
         )
-    if change.precision:
-        lines.append(PastedLine(f"Cell In[{cells.running}], in its %%accelerate line", f"-p {change.precision}"))
+    flags = [f"-n {change.ranks}"] * bool(change.ranks) + [f"-p {change.precision}"] * bool(change.precision)
+    if flags:
+        lines.append(PastedLine(f"Cell In[{cells.running}], in its %%accelerate line", " ".join(flags)))
     return lines
 
 

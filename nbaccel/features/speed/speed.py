@@ -177,7 +177,7 @@ class SpeedSearch:
     def _try_together(self) -> None:
         """Try the best of all families together: those that leave the training as it is, and then a batch size too."""
         best = self._best_of_families()
-        alone = [row for row in best if row.change.batch_factor == 1]
+        alone = [row for row in best if not self.found.changes_training(row)]
         together = [alone] if len(alone) > 1 else []
         if len(best) > len(alone) > 0:
             together.append(best)
@@ -204,8 +204,8 @@ class SpeedSearch:
         """
         rows = [*self._best_of_families(), *(row for row in self.found.rows if row.family == "together")]
         rows = [row for row in rows if self.found.may_be_advised(row)]
-        alike = max((row for row in rows if row.change.batch_factor == 1), key=self.found.ratio, default=None)
-        other = max((row for row in rows if row.change.batch_factor > 1), key=self.found.ratio, default=None)
+        alike = max((row for row in rows if not self.found.changes_training(row)), key=self.found.ratio, default=None)
+        other = max((row for row in rows if self.found.changes_training(row)), key=self.found.ratio, default=None)
         if alike is None or other is None:
             return alike or other
         return other if self.found.ratio(other) > _WORTH_A_CHANGE * self.found.ratio(alike) else alike
@@ -267,7 +267,8 @@ class SpeedSearch:
                 wanted_s=self._wanted_s,
                 compiled=self._compiled if change.compiles else "",
             )
-            spec = replace(place.spec(self._plan, task, cell, self._setup), oom=STOP, timeout_s=limit_s)
+            plan = self._machine.one_rank(self._plan) if change.ranks else self._plan
+            spec = replace(place.spec(plan, task, cell, self._setup), oom=STOP, timeout_s=limit_s)
             if change.precision:
                 settings = replace(spec.settings, mixed_precision=change.precision, raw_precision=change.precision)
                 spec = replace(spec, settings=settings)

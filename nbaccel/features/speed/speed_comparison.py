@@ -177,11 +177,19 @@ class SpeedComparison:
         """Return whether a row may be faster, and more trials would tell."""
         return bool(row.speeds) and self.ratio(row) >= LEAST_GAIN and not self.is_faster(row)
 
+    def changes_training(self, row: SpeedRow) -> str:
+        """Return how a row changes what is trained, in words: by the samples of a step; empty if it does not."""
+        if row.change.batch_factor > 1:
+            return f"{row.change.batch_factor} times fewer steps"
+        own, samples = self._samples(self.base), self._samples(row)
+        is_other = bool(row.change.ranks and row.speeds and own) and not math.isclose(samples, own, rel_tol=0.02)
+        return f"{samples:g} samples in a step, not {own:g}" if is_other else ""
+
     def numbers(self, row: SpeedRow) -> str:
         """Return whether the losses of a row are those of the cell as it is: "yes", "no", or why that is not known."""
         change = row.change
-        if change.batch_factor > 1:
-            return f"changes the training: {change.batch_factor} times fewer steps"
+        if changed := self.changes_training(row):
+            return f"changes the training: {changed}"
         tolerance = _ALIKE_KERNELS if change.channels_last else _ALIKE
         tolerance = _ALIKE_ROUNDED if change.precision or change.compiles else tolerance
         first = 1 if change.precision == _SKIPS else None

@@ -38,7 +38,13 @@ Speed = Callable[[SpeedChange], float]
 class FakeSearch(SpeedSearch):
     """A search whose trials have the speeds that a function says, and take `seconds` of a clock of its own."""
 
-    def __init__(self, speed: Speed, budget_s: float = 600.0, facts: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        speed: Speed,
+        budget_s: float = 600.0,
+        facts: dict[str, Any] | None = None,
+        samples_of_one_rank: int = 32,
+    ) -> None:
         start = Start("fork", "the notebook has not used CUDA")
         plan = LaunchPlan(RunOptions(), Devices(2), start, RunSettings(mixed_precision="no"), 1)
         unused: Any = None
@@ -46,13 +52,15 @@ class FakeSearch(SpeedSearch):
         self._speed = speed
         self._facts = FACTS if facts is None else facts
         self.tried: list[str] = []
+        self._samples_of_one_rank = samples_of_one_rank
 
     def _trial(self, change: SpeedChange, limit_s: float) -> SpeedTrial:
         self.tried.append(str(change))
         speed = self._speed(change)
         if not speed:
             return SpeedTrial(why_not="out of memory")
-        return SpeedTrial(speed, 32 * change.batch_factor, [[1.0]], 1.0, facts=self._facts)
+        samples = self._samples_of_one_rank if change.ranks else 32 * change.batch_factor
+        return SpeedTrial(speed, samples, [[1.0]], 1.0, facts=self._facts)
 
 
 def searched(speed: Speed, **options: Any) -> FakeSearch:
@@ -65,12 +73,26 @@ def test_each_change_is_tried_beside_the_cell_as_it_is() -> None:
     search = searched(lambda change: 10.0)
     assert search.tried[:15] == [
         *["the cell as it is"] * 2,
-        *["num_workers=1", "num_workers=2", "the cell as it is"],
-        *["num_workers=4", "batch size x 2", "the cell as it is"],
-        *["batch size x 4", "batch size x 8", "the cell as it is"],
-        *["fused=True", "model.compile()", "the cell as it is"],
-        "1 thread in each rank",
+        *["-n 1", "num_workers=1", "the cell as it is"],
+        *["num_workers=2", "num_workers=4", "the cell as it is"],
+        *["batch size x 2", "batch size x 4", "the cell as it is"],
+        *["batch size x 8", "fused=True", "the cell as it is"],
+        "model.compile()",
     ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "numbers"), [(32, "yes"), (16, "changes the training: 16 samples in a step, not 32")]
+)
+def test_one_rank_is_advised_where_it_is_faster_and_marked_where_a_step_has_other_samples(
+    samples: int, numbers: str
+) -> None:
+    search = searched(
+        lambda change: (90.0 if change.ranks else 10.0) / change.batch_factor, samples_of_one_rank=samples
+    )
+    advised = search.advised()
+    assert advised is not None
+    assert (str(advised.change), search.found.numbers(advised)) == ("-n 1", numbers)
 
 
 def test_where_nothing_is_faster_nothing_is_advised() -> None:
@@ -219,4 +241,4 @@ def test_what_the_training_has_is_not_tried() -> None:
     assert "fused=True" not in names(optimizer={**OPTIMIZER, "tensors": 2})
     assert "model.compile()" not in names(model={**MODEL, "is_compiled": True})
     assert "channels_last" in names(model={**MODEL, "has_convolutions": True})
-    assert not names(loader=None, optimizer=None, model=None)[:-1]
+    assert names(loader=None, optimizer=None, model=None)[:-1] == ["-n 1"]
