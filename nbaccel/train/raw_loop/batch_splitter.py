@@ -207,9 +207,10 @@ class BatchSplitter:
         """Note that the program shares a model out itself: a run whose batches would be cut fails again."""
         self._has_wrapper, self._news = True, object()
 
-    def count_from_here(self) -> None:
-        """See `PassGauges`."""
-        self._gauges.count_from_here()
+    @property
+    def gauges(self) -> PassGauges:
+        """The progress of passes."""
+        return self._gauges
 
     def _remember(self, key: tuple[Any, ...]) -> None:
         """Use what another process has known of the pass that begins with `key`."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from nbaccel.base.events import Gauge, LoopEntered, Progress, emit
 from nbaccel.base.quantities import length_or_none
 from nbaccel.errors import NotPrepared
-from nbaccel.train.distributed.callers import place_of_call
+from nbaccel.train.distributed.callers import lasting_place, place_of_call
 from nbaccel.train.raw_loop.batch_parts import GivenBatches, Label, Layout
 
 __all__ = [
@@ -88,6 +88,8 @@ class PassGauge:
         may_train: Gradients were enabled when it began.
 
     Attributes:
+        epoch: The same.
+        is_counted: It counts as an epoch, of this process or of the one that this continues.
         taken: Batches that were handed out.
         passed_over: Of these, those of the process that this one continues.
         samples: Of this rank in the largest of them; 0 unknown. Where all ranks have the same batch, that is this
@@ -108,12 +110,12 @@ class PassGauge:
         self._steps = steps
         self._rates = rates
         self._batches = batches
-        self._epoch = epoch
+        self.epoch = epoch
         self.may_train = may_train
         self._first = steps()
         self._began = time.monotonic()
         self.taken = self.passed_over = self.samples = 0
-        self.has_trained = self.is_over = False
+        self.has_trained = self.is_over = self.is_counted = False
         self.is_left: Callable[[], bool] = lambda: False
         self._number = next(_numbers)
 
@@ -144,7 +146,7 @@ class PassGauge:
             step=self._steps(),
             batch=self.taken,
             batches=self._batches,
-            epoch=self._epoch,
+            epoch=self.epoch,
             samples=self.samples or None,
             is_training=self.has_trained or is_guess,
             is_guess=is_guess,
@@ -222,9 +224,33 @@ class PassGauges:
         self._last: dict[PassKey, PassGauge] = {}
         self._alone: PassGauge | None = None  # of a training without a loader
         self._epochs: Counter[PassKey] = Counter()  # passes that have trained
+        self._lasting: dict[PassKey, PassKey] = {}  # keys that hold in another process, by key
+        self._known: dict[PassKey, tuple[int, int | None]] = {}  # of the process that this one continues
+
+    def state(self) -> dict[PassKey, tuple[int, int | None]]:
+        """Return how many passes have trained at each place, and the epoch of one of these that is under way."""
+        found = {
+            lasting: (self._epochs[key], gauge.epoch if gauge.is_counted and gauge.read() is not None else None)
+            for key, lasting in self._lasting.items()
+            if (gauge := self._last.get(key)) is not None
+        }
+        return self._known | found
+
+    def restore(self, state: dict[PassKey, tuple[int, int | None]]) -> None:
+        """Go on with the epochs that `state` has returned, maybe in another process."""
+        self._known |= state
+        for key, lasting in self._lasting.items():
+            count, under_way = state.get(lasting, (self._epochs[key], None))
+            gauge = self._last[key]
+            if under_way is not None and gauge.read() is not None:
+                gauge.epoch, gauge.is_counted = under_way, True
+            self._epochs[key] = count
 
     def begin(self, key: PassKey, iterator: Any, batches: int | None, may_train: bool) -> PassGauge:
         """Return the gauge of a pass that begins, and report it; the one before it at the same place is over."""
+        if key not in self._lasting:
+            lasting = self._lasting[key] = (*key[:3], lasting_place(), may_train)
+            self._epochs[key], _ = self._known.get(lasting, (0, None))
         gauge = PassGauge(self._steps, self._rates, batches, self._epochs[key], may_train)
         alive = weakref.ref(iterator)
         gauge.is_left = lambda: alive() is None
@@ -255,7 +281,8 @@ class PassGauges:
         """Note the first backward of a pass."""
         self.end_alone()
         this.gauge.has_trained = True
-        self._epochs[this.key] += 1
+        self._epochs[this.key] += not this.gauge.is_counted
+        this.gauge.is_counted = True
 
     def end(self) -> None:
         """End all passes."""

@@ -223,11 +223,16 @@ class RawLoopTraining:
 
     def state(self) -> dict[str, Any]:
         passes, losses = self._passes.state(), self._averaging.losses.known()
-        return {"steps": self._steps.done, "shared": pack({"passes": passes, "losses": losses}).structure}
+        return {
+            "steps": self._steps.done,
+            "epochs": pack(self._passes.gauges.state()).structure,
+            "shared": pack({"passes": passes, "losses": losses}).structure,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._steps.go_on_at(state["steps"])
-        self._passes.count_from_here()
+        self._passes.gauges.count_from_here()
+        self._passes.gauges.restore(unpack(state["epochs"], {}))
         if "shared" in state:
             shared = unpack(state["shared"], {})
             self._passes.restore(shared["passes"])

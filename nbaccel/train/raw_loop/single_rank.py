@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nbaccel.base.events import LoopEntered, LoopKind, Loss, TrainingMode, emit
-from nbaccel.train.checkpoint.serialization import unpack
+from nbaccel.train.checkpoint.serialization import pack, unpack
 from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
 from nbaccel.train.raw_loop.hooks import Hooks, LoopChange, runs_in_trainer
@@ -126,11 +126,12 @@ class SingleRankWatch:
         return False
 
     def state(self) -> dict[str, Any]:
-        return {"steps": self._steps.done}
+        return {"steps": self._steps.done, "epochs": pack(self._gauges.state()).structure}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._steps.go_on_at(state["steps"])
         self._gauges.count_from_here()
+        self._gauges.restore(unpack(state["epochs"], {}))
         if "shared" in state and (common := unpack(state["shared"], {})["passes"]["streams"]["_common"]) is not None:
             torch.default_generator.set_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
 
