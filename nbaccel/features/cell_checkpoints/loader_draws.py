@@ -252,7 +252,7 @@ def _states(parts: list[Any]) -> dict[str, Any]:
     """Return the random states, with generators that only this loader draws from, and values of samplers, as JSON."""
     own = []
     for at, part in enumerate(parts):
-        for name, value in getattr(part, "__dict__", {}).items():
+        for name, value in _attributes_of(part).items():
             if isinstance(value, _Generator):
                 own.append([at, name, _state_of(value)])
             elif type(value) in _SCALARS and not type(part).__module__.startswith("torch."):
@@ -260,10 +260,16 @@ def _states(parts: list[Any]) -> dict[str, Any]:
     return {_STATES: random_states.read(), _OWN: own}
 
 
+def _attributes_of(part: Any) -> dict[str, Any]:
+    """Return the attributes of an object, with the generators that its class has for all its objects."""
+    of_class = [item for kind in reversed(type(part).__mro__) for item in vars(kind).items()]
+    return {name: value for name, value in of_class if isinstance(value, _Generator)} | getattr(part, "__dict__", {})
+
+
 def _restore(parts: list[Any], states: Mapping[str, Any]) -> None:
     """Go back to what `_states` returned."""
     for at, name, state in states[_OWN]:
-        value = vars(parts[at])[name]
+        value = _attributes_of(parts[at])[name]
         if isinstance(value, _Generator):
             _set_state(value, state)
         elif type(value) in _SCALARS and type(state) in _SCALARS:
