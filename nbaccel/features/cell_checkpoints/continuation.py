@@ -62,7 +62,8 @@ class Continuation:
 
     Attributes:
         folder: The checkpoint.
-        has_written: Objects have the checkpoint's values.
+        has_written: Objects have the checkpoint's values, or some of them.
+        has_arrived: The loop goes on.
 
     Raises:
         CannotResume: The cells are others than then.
@@ -80,7 +81,7 @@ class Continuation:
             )
         self._stored = StoredDifference.read(found.folder)
         self._restored: Restored | None = None
-        self.has_written = self._has_told = False
+        self.has_written = self.has_arrived = self._has_told = False
         self.folder = found.folder
         self.position: Mapping[str, Any] = place.position
         self.unsaved: Collection[str] = self._stored.unsaved
@@ -91,12 +92,14 @@ class Continuation:
         self._run.at_head(roots)
         random_states.learn(self._random_states())
         assert self._run.head is not None
-        self._restored = restored = self._stored.apply(self._run.head, remade)
-        self.has_written = True
+        self._restored = restored = self._stored.apply(self._run.head, remade, self._note_writing)
         for note in restored.notes:
             self._run.say(note)
         names: Mapping[str, Any] = restored.names
         return names
+
+    def _note_writing(self) -> None:
+        self.has_written = True
 
     def fill(self, roots: dict[str, Any]) -> Mapping[str, Any]:
         """Fill objects that their own statements have made again; return further names to bind."""
@@ -111,6 +114,7 @@ class Continuation:
         """Continue with this rank's random numbers, and with the count of steps."""
         folder, manifest, run = self.folder, self._manifest, self._run
         random_states.restore(self._random_states())
+        self.has_arrived = True
         run.resumed(self._found)
         emit(Resumed(str(folder), manifest.step))
         run.say(f"continuing from {folder}: step {manifest.step}")

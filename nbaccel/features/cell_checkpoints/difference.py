@@ -227,11 +227,12 @@ class StoredDifference:
         """Roots that are bound when it is applied, or filled."""
         return list(self.data["names"])
 
-    def apply(self, head: HeadState, remade: Remade) -> Restored:
+    def apply(self, head: HeadState, remade: Remade, before_writing: Callable[[], None] = lambda: None) -> Restored:
         """Compare the state at the head with that of the run that is continued, then write the difference into it.
 
         Args:
             remade: Makes an iterator of a loader.
+            before_writing: Called once all is compared and decoded; what fails from then on leaves objects changed.
 
         Raises:
             CannotResume: The cells above, or the lines before the loop, have made another state.
@@ -252,7 +253,7 @@ class StoredDifference:
         now = head.sums(without=without)
         missing = [text for text in changes if text not in there]
         _compare([*missing, *(text for text, total in sums.items() if now.get(text) != total)])
-        return Restored(self, head, remade)
+        return Restored(self, head, remade, before_writing)
 
 
 class Restored:
@@ -264,7 +265,10 @@ class Restored:
         notes: Lines to say.
     """
 
-    def __init__(self, stored: StoredDifference, head: HeadState, remade: Remade) -> None:
+    def __init__(
+        self, stored: StoredDifference, head: HeadState, remade: Remade, before_writing: Callable[[], None]
+    ) -> None:
+        self._before_writing = before_writing
         self._path = stored.path
         self._data = data = stored.data
         self._objects = head.objects()
@@ -375,6 +379,7 @@ class Restored:
             parts = self._data["contents"] if made is not None else []
             late = [prepared((made or {})[text], content, decoder) for text, _, _, content in parts]
             fills = decoder.fills()
+            self._before_writing()
             for fill in fills:
                 fill()
             writes = [

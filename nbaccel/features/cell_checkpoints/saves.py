@@ -109,6 +109,11 @@ class CellSaves:
         return self._continuation is not None and self._continuation.has_written
 
     @property
+    def is_on_the_way(self) -> bool:
+        """Return whether they have, and the loop does not go on yet: names and random states are not there."""
+        return self._continuation is not None and self.has_written and not self._continuation.has_arrived
+
+    @property
     def parts(self) -> list[types.CodeType]:
         """Return what is executed in place of the cell's own code."""
         parts: list[types.CodeType] = self._cell.parts

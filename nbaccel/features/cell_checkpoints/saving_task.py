@@ -63,14 +63,17 @@ class SavingCellTask(CellTask):
                 self._saving_parts = saves.parts
                 super().run()
             self._was_over = saves.was_over
-        except (CannotResume, CheckpointCorrupt) as error:
-            self._is_refused = True
+        except BaseException as error:
+            is_on_the_way = saves is not None and saves.is_on_the_way
+            self._is_refused = is_on_the_way or isinstance(error, CannotResume | CheckpointCorrupt)
+            if not self._is_refused:
+                raise
             if saves is not None and saves.has_written and (self.home is not None or os.getpid() == self._made_in):
                 error.add_note(_WRITTEN)
             raise
 
     def results(self, rank: int) -> Results:
-        """Return what the cell leaves; nothing of a resume that was refused on the way."""
+        """Return what the cell leaves; nothing of a resume that was refused, or has failed on the way."""
         if self._is_refused and self.home is None:
             return Results()
         found = super().results(rank)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
-from nbaccel.features.cell_checkpoints import marked_cell
+from nbaccel.features.cell_checkpoints import difference, marked_cell
 from nbaccel.features.cell_checkpoints.difference import CellDifference
 from nbaccel.features.cell_checkpoints.head_state import HeadState
 from nbaccel.train.checkpoint import rng_files
@@ -136,6 +136,19 @@ def test_statistics_of_parts_of_a_batch_go_on_in_two_ranks(sessions: Sessions, s
     assert sessions.trained() == expected
 
 
+@pytest.mark.parametrize(("then", "now"), [(2, 2), (1, 2), (1, 1)])
+@pytest.mark.parametrize("step", [7, 9], ids=["within an epoch", "at its end"])
+def test_a_run_that_goes_on_counts_the_epochs_of_the_one_before(
+    sessions: Sessions, then: int, now: int, step: int
+) -> None:
+    flags = f"--start fork {SAVES.format('saved')}"
+    sessions.end(f"-n {then} {flags}", step)
+    Path("end").write_text("10")
+    ended = sessions.run(f"%%accelerate -n {now} {flags} --resume\n{LOOP}")
+    assert str(ended.error) == "the session ends"
+    assert ", epoch 3, batch 3/4, step 1" in ended.stdout, ended.stdout
+
+
 OTHER_NAMES = """
 an_alias = model
 all_of_it = [model, optimizer, loader, history]
@@ -190,15 +203,19 @@ class Noise(torch.utils.data.IterableDataset):
 """
 
 
-@pytest.mark.sample(2)
+OF_ITS_CLASS = STREAM.replace("    def __init__(self):\n        self.generator", "    generator")
+
+
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("start", ["fork", "zygote"])
 @pytest.mark.parametrize(
     ("above", "loop"),
     [
         ("other = DataLoader(data, batch_size=8, shuffle=True)\n", TWO_LOADERS),
         (f"{STREAM}loader = DataLoader(Noise(), batch_size=8)\n", LOOP),
+        (f"{OF_ITS_CLASS}loader = DataLoader(Noise(), batch_size=8)\n", LOOP),
     ],
-    ids=["two loaders", "a stream"],
+    ids=["two loaders", "a stream", "a stream with the generator of its class"],
 )
 def test_what_loaders_draw_after_a_first_batch_was_split_is_drawn_again(
     sessions: Sessions, above: str, loop: str, start: str
@@ -645,6 +662,45 @@ def test_ranks_that_stay_save_and_go_on(sessions: Sessions) -> None:
     sessions.run("%accelerate stop")
     sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{LOOP}")
     assert sessions.trained() == expected
+
+
+FAILS_ON_THE_WAY = """
+class Fails(torch.utils.data.Sampler):
+    def __len__(self):
+        return len(data)
+    def __iter__(self):
+        if Path("fail").exists():
+            raise OSError("no such disk")
+        return iter(range(len(data)))
+
+loader = DataLoader(data, batch_size=8, sampler=Fails())
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "inline"])
+def test_an_error_of_the_program_on_the_way_of_a_resume_leaves_nothing_either(sessions: Sessions, start: str) -> None:
+    """What was written at the head is not the state of any step; another attempt would meet it."""
+    sessions.above = ABOVE + FAILS_ON_THE_WAY
+    flags = f"-n 1 --start {start} {SAVES.format('saved')}"
+    sessions.end(flags, 5)
+    before = sessions._notebook.names["model"][0].weight.tolist()
+    Path("fail").touch()
+    cell = sessions.run(f"%%accelerate {flags} --resume\n{LOOP}")
+    assert str(cell.error) == "no such disk"
+    notes = "".join(getattr(cell.error, "__notes__", []))
+    assert ("have the values of the checkpoint by now" in notes) == (start == "inline")
+    assert (sessions._notebook.names["model"][0].weight.tolist() == before) == (start == "fork")
+
+
+def test_an_error_while_values_are_written_says_that_some_are(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"-n 1 --start inline {SAVES.format('saved')}"
+    sessions.end(flags, 5)
+    monkeypatch.setattr(difference, "_digest", lambda seen: "another")
+    cell = sessions.run(f"%%accelerate {flags} --resume\n{LOOP}")
+    assert isinstance(cell.error, CannotResume), cell.error
+    assert "have the values of the checkpoint by now" in "".join(getattr(cell.error, "__notes__", []))
 
 
 def test_ranks_that_stay_say_that_they_have_values_of_a_checkpoint_that_was_refused(sessions: Sessions) -> None:
