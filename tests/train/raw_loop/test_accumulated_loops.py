@@ -47,6 +47,12 @@ does not follow: ranks end as one rank does."""
 LAUNCHED = ("momentum", "accumulation", "update_by_hand")
 """One of each end: by launches as users have them, with the flag as a setting of theirs."""
 
+OTHERWISE_IN_PARTS = {
+    "average_of_weights", "branch_by_the_step", "criterion_after_criterion", "early_break", "iterator_kept_over_epochs",
+    "next_by_hand", "padding_with_a_mask", "stop_at_a_training_loss", "sum_over_fixed_points", "teacher_forcing",
+}  # fmt: skip
+"""They count parts as batches, or their loss of parts is no share of that of the batch, also without the flag."""
+
 OF_PARTS = ("CannotCut", "Memory ran out", REFUSAL)
 
 SAYS_LEFT_ALONE = "-a 3 has no effect: no optimizer holds what this loop trains"
@@ -105,9 +111,12 @@ def wrong_in_ranks(loop: Loop, ends: Sequence[End], split: int | None) -> list[s
     errors = [end for end in ends if isinstance(end, str)]
     if errors:
         return [f"{loop.name}: {error}" for error in errors if not any(each in error for each in refusals)]
-    if split:
-        return []
-    wrong = wrong_of(loop, [end for end in ends if not isinstance(end, str)])
+    found = [end for end in ends if not isinstance(end, str)]
+    if split:  # what is printed of them is printed of each part
+        is_compared = loop.is_exact and loop.name not in OTHERWISE_IN_PARTS
+        weights = expected(loop)[0] if is_compared else found[0][0]
+        return [f"{loop.name}: {each}" for each in differences([its for its, _ in found], weights, "tensor")]
+    wrong = wrong_of(loop, found)
     return [f"{loop.name}: {each}" for each in [*wrong, *(["not refused"] if loop.name in REFUSED else [])]]
 
 
