@@ -16,7 +16,7 @@ ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.ex
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-core test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu programs \
-    public-notebooks screenshot notebooks docs dist clean
+    public-notebooks screenshot notebooks docs address dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -164,10 +164,17 @@ notebooks: $(VENV)/.dev
 # The site: every page, the reference from docstrings, the notebooks as they are stored, and a search. It is opened as a
 # file, without a server or a network. A warning is an error. Half a minute, after its environment has been made.
 SITE ?= build/docs
+DOCTREES ?= build/doctrees
 
 docs: $(DOCS)/.stamp
-	@$(DOCS)/bin/python -m sphinx -q -W --keep-going -c docs/site -d build/doctrees . $(SITE)
+	@$(DOCS)/bin/python -m sphinx -q -W --keep-going -c docs/site -d $(DOCTREES) . $(SITE)
 	@echo "$(SITE)/index.html"
+
+# The address of the repository, once it is published, into all that names it: `make address ADDRESS=https://...`.
+ADDRESS ?=
+
+address: $(VENV)/.demo
+	@$(VENV)/bin/python tests/published.py '$(ADDRESS)'
 
 # What a release consists of: a source distribution, a wheel, and a folder for machines without internet.
 DIST ?= dist

@@ -15,7 +15,7 @@ __all__ = ["ADDRESS", "PAGES", "README", "Block", "anchors", "blocks", "links"]
 
 ADDRESS: str | None = None
 """Where the repository is published; None: nowhere yet. Then no page and no metadata names an address of it, and what
-needs one says "the address that you cloned". One day `[project.urls]` and the badges of the README hold this value."""
+needs one says `ADDRESS`. `make address` writes it, here and into the others (tests/published.py)."""
 
 README = REPOSITORY / "README.md"
 PAGES = tuple(sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]))

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from distributions import LACKING, Distributions, build, copy_of_the_clone
-from documents import README, blocks
+from documents import ADDRESS, README, blocks
 from environments import COLAB, KAGGLE, NEWEST, REPOSITORY, Environment
 from kernel.harness import RealKernel
 
@@ -149,6 +149,9 @@ def test_the_extras_are_what_the_tests_run() -> None:
 
 PLATFORMS = {"newest": [NEWEST], "colab": [COLAB, NEWEST], "kaggle": [KAGGLE, COLAB, NEWEST]}
 """Whose packages a platform has; the first one that has a package counts."""
+
+SHOWN = ADDRESS or "ADDRESS"
+"""How the README names the repository."""
 
 _OF_THE_README = [line for block in blocks(README, "sh")[:1] for line in block.text.splitlines()]
 PRODUCTS = {
@@ -288,9 +291,9 @@ def test_with_internet_the_lines_for_kaggle_install_there_and_train(
     platform: str, unpacked: Path, tmp_path: Path
 ) -> None:
     fresh = Fresh(tmp_path / "fresh", PLATFORMS[platform])
-    (lines,) = [block.text for block in blocks(README, "python") if '"git+ADDRESS"' in block.text]
+    (lines,) = [block.text for block in blocks(README, "python") if f'"git+{SHOWN}"' in block.text]
     with fresh.kernel(tmp_path) as kernel:
-        kernel.do(lines.replace("ADDRESS", f"file://{unpacked}"), timeout_s=120)
+        kernel.do(lines.replace(SHOWN, f"file://{unpacked}"), timeout_s=120)
         assert trains(kernel).startswith(str(tmp_path / "fresh"))
 
 
@@ -318,7 +321,7 @@ def test_each_product_installs_under_each_platforms_pins_and_runs_the_demo_and_a
 ) -> None:
     fresh = Fresh(tmp_path / "fresh", PLATFORMS[platform])
     before = fresh.versions()
-    fresh.run(PRODUCTS[product].replace("ADDRESS", f"file://{unpacked}"), unpacked)
+    fresh.run(PRODUCTS[product].replace(SHOWN, f"file://{unpacked}"), unpacked)
     after = fresh.versions()
     assert after.keys() - before.keys() == {"nbaccel", *LACKING}
     assert {name: after[name] for name in before} == before, "nothing that was there was moved"

@@ -6,6 +6,7 @@ What needs the built site is asked by `make full`, in tests/browser/test_site.py
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ INDEX = REPOSITORY / "docs" / "index.md"
 ORDER = REPOSITORY / "docs" / "site" / "toc.yml"
 REFERENCE = sorted((REPOSITORY / "docs" / "reference").glob("*.rst"))
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+
+QUESTIONS = tomllib.loads((REPOSITORY / "tests" / "newcomer_questions.toml").read_text(encoding="utf-8"))["question"]
 
 IN_FULL = ("Notebooks", "How it works")
 """Groups of which docs/index.md names the entrance, and the menu every page."""
@@ -72,6 +75,13 @@ def test_the_index_has_the_groups_of_the_menu_and_their_pages_in_the_same_order(
     for group, pages in index.items():
         shown = [page for page in menu[group] if page in pages] if group in IN_FULL else menu[group]
         assert pages == shown, f"docs/index.md and docs/site/toc.yml differ in {group!r}"
+
+
+def test_ten_questions_of_a_newcomer_have_a_page_and_a_heading_that_answer_them() -> None:
+    assert len(QUESTIONS) == len({question["asked"] for question in QUESTIONS}) == 10
+    for question in QUESTIONS:
+        titles = re.findall(r"^#+ (.*)$", (REPOSITORY / question["page"]).read_text(encoding="utf-8"), re.M)
+        assert question["heading"] in titles, question
 
 
 def described() -> list[str]:

@@ -6,15 +6,16 @@ The pages stay plain Markdown, which is read on its own as well. What belongs to
 
 from __future__ import annotations
 
-import os
-
-# Before torch and IPython are imported, whose caches and prompts are not wanted in a build.
-os.environ.setdefault("MPLBACKEND", "agg")
+import warnings
+from pathlib import Path
 
 from IPython.lib.lexers import IPython3Lexer
 from sphinx.highlighting import lexers
 
-from nbaccel import __version__
+from nbaccel import __version__, logging, optimizer, scheduler, tracking
+
+# Of torch, to an extension that looks at all objects of the process.
+warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
 
 project = "nbaccel"
 author = "the developers of nbaccel"
@@ -33,7 +34,7 @@ extensions = [
 
 # The source is the whole repository: links between pages, notebooks and files hold there as they hold here.
 root_doc = "docs/index"
-include_patterns = ["docs/**", "notebooks/*.ipynb", "README.md", "CHANGELOG.md", "C*.md", "SECURITY.md"]
+include_patterns = ["*.md", "docs/**", "notebooks/*.ipynb"]
 exclude_patterns = [".*", "build", "dist", "nbaccel", "tests", "docs/site"]
 external_toc_path = "docs/site/toc.yml"
 external_toc_exclude_missing = False
@@ -66,11 +67,21 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_preserve_defaults = True
 toc_object_entries_show_parents = "hide"
 
+# Classes that programs import under another name than their own are described like the others, not as its alias.
+for _module, _names in {
+    logging: ["MultiProcessAdapter"],
+    optimizer: ["AcceleratedOptimizer"],
+    scheduler: ["AcceleratedScheduler"],
+    tracking: [tracker for tracker in dir(tracking) if tracker.endswith("Tracker")],
+}.items():
+    for _name in _names:
+        getattr(_module, _name).__name__ = _name
+
 html_theme = "furo"
 html_title = f"nbaccel {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_search_scorer = "static/scorer.js"
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_additional_pages = {"index": "start.html"}
 templates_path = ["templates"]
 html_copy_source = False

@@ -349,7 +349,8 @@ class PreparedScheduler:
         """Move the scheduler, if its optimizer has stepped.
 
         Args:
-            *args, **kwargs: Arguments of the program's scheduler, such as a metric.
+            *args: Arguments of the program's scheduler, such as a metric.
+            **kwargs: More of them.
         """
         if self.accumulation.window.has_more:
             return
