@@ -89,7 +89,7 @@ def described() -> list[str]:
     found = []
     for page in REFERENCE:
         for directive in re.findall(
-            r"^\.\. (?:auto|py:)\w+:: (.*(?:\n {5,}\S+)*)", page.read_text(encoding="utf-8"), re.M
+            r"^\.\. (?:auto\w+|py:data):: (.*(?:\n {5,}\S+)*)", page.read_text(encoding="utf-8"), re.M
         ):
             found += [name.strip() for name in directive.splitlines()]
     return found
