@@ -278,11 +278,11 @@ def _short(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds < 1 else f"{seconds:.0f}"
 
 
-@pytest.mark.parametrize("name", ["troubleshooting", "cluster"])
+@pytest.mark.parametrize("name", ["troubleshooting", "cluster", "one-line"])
 def test_what_somebody_sees_when_things_go_wrong_is_something_that_nbaccel_says(name: str) -> None:
     _, _, page = (REPOSITORY / "docs" / f"{name}.md").read_text().rpartition("| you see |")
     seen = re.findall(r"^\| [^|]*?`([^`]+)`", page, re.M)
-    assert len(seen) >= 10
+    assert len(seen) >= 9
     sources = [*(REPOSITORY / "nbaccel").rglob("*.py"), *(REPOSITORY / "tests").rglob("test_*.py")]
     ours = "\n".join(_strings(path) for path in sources if path != Path(__file__))
     stored = "\n".join(path.read_text() for path in (REPOSITORY / "notebooks").glob("*.ipynb"))
