@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.base.quantities import plural
 from nbaccel.errors import LaunchRefused
 from nbaccel.features.cluster.node_environment import own_environment, ray_cluster
 
@@ -149,7 +150,15 @@ class RayNodes:
             raise LaunchRefused(
                 f"the Ray cluster at {self.address} has no node with a CPU or GPU: ray status shows them."
             )
-        return [RayStream(_name(node, nodes), self._actor(ray, node, nodes), ray.get) for node in nodes]
+        streams: list[RayStream] = []
+        try:
+            for node in nodes:
+                streams.append(RayStream(_name(node, nodes), self._actor(ray, node, nodes), ray.get))
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return streams
 
     def _actor(self, ray: Any, node: dict[str, Any], nodes: Sequence[dict[str, Any]]) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -164,8 +173,11 @@ class RayNodes:
         try:
             ray.get(actor.ready.remote(), timeout=_PLACE_S)
         except ray.exceptions.GetTimeoutError:
-            taken = f"{gpus:g} GPUs, some of which other work of Ray has" if gpus else "no place for an actor"
-            raise LaunchRefused(f"node {name} of the Ray cluster has {taken}: ray status shows it.") from None
+            ray.kill(actor)  # else it begins when there is a place for it
+            held = (
+                f"{plural(round(gpus), 'GPU')}, and other work of Ray holds some of that" if gpus else "no place left"
+            )
+            raise LaunchRefused(f"node {name} of the Ray cluster has {held}: ray status shows it.") from None
         except Exception as error:
             said = str(error).strip().splitlines()
             raise LaunchRefused(

@@ -101,8 +101,31 @@ TRAININGS = {[RAW.format(epochs=3, pause=0), PREPARED.format(epochs=3, pause=0)]
             said = f"{type(error).__name__}: {error}"
         print(json.dumps([said, time.monotonic() - began]), flush=True)
 
+    def refused_where_taken(address, node):
+        "What a launch says while other work has the GPU of a node; and how many GPUs are free afterwards."
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        class Other:
+            def has(self):
+                return True
+
+        ray.init(address=address.removeprefix("ray://"), log_to_driver=False, logging_level="error")
+        (there,) = [each["NodeID"] for each in ray.nodes() if each["NodeManagerAddress"] == node]
+        affinity = NodeAffinitySchedulingStrategy(there, soft=False)
+        other = ray.remote(Other).options(num_gpus=1, scheduling_strategy=affinity).remote()
+        assert ray.get(other.has.remote())
+        told(lambda: nbaccel.launch(where, 4, (1,), cpu=True, nodes=address).values)
+        deadline = time.monotonic() + 30
+        while (free := ray.available_resources().get("GPU")) != 1 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        told(lambda: free)
+
     if __name__ == "__main__":
         what, *addresses = sys.argv[1:]
+        if what == "taken":
+            refused_where_taken(*addresses)
+            sys.exit()
         for address in addresses:
             launch = lambda function, *args: nbaccel.launch(function, 4, args, cpu=True, nodes=address).values
             if what == "cells":
@@ -116,7 +139,8 @@ TRAININGS = {[RAW.format(epochs=3, pause=0), PREPARED.format(epochs=3, pause=0)]
 )
 """`script.py functions|cells ADDRESS...`: what each launch gave, or its error, and its seconds, a line of JSON each.
 
-With "functions" two launches that meet and one whose rank 3 fails; with "cells" a raw and a prepared training.
+With "functions" two launches that meet and one whose rank 3 fails; with "cells" a raw and a prepared training; with
+"taken" and the address of a node one that finds the GPU of this node taken by other work of Ray, and the free GPUs.
 """
 
 

@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
 
 PORT = 26379
 ADDRESS = f"ray://{FRONT}:{PORT}"
+RESOURCES = ("--num-cpus=2", "--num-gpus=1")
+"""Of each node; that there is no such GPU Ray does not know."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machines
                 start(machines, "front", *head, f"--node-ip-address={FRONT}", f"--temp-dir={folder}/t")
                 _wait_for(folder / "front.log", "Ray runtime started")
                 for host, address in HOSTS.items():
-                    start(machines, host, f"--address={FRONT}:{PORT}", f"--node-ip-address={address}", "--num-cpus=2")
+                    start(machines, host, f"--address={FRONT}:{PORT}", f"--node-ip-address={address}", *RESOURCES)
                     _wait_for(folder / f"{host}.log", "Ray runtime started")
                 yield machines, folder, environ
             finally:
@@ -86,7 +88,7 @@ def run(cluster: tuple[Machines, Path, dict[str, str]], what: str, *addresses: s
         command, env={**known, **environ}, cwd=folder, capture_output=True, text=True, timeout=200, check=False
     )
     said = lines_of(done.stdout)
-    assert len(said) == {"functions": 3, "cells": 2}[what] * len(addresses), done.stdout + done.stderr
+    assert len(said) == {"functions": 3, "cells": 2, "taken": 1}[what] * len(addresses), done.stdout + done.stderr
     return said
 
 
@@ -110,6 +112,13 @@ def test_what_leads_to_no_cluster_is_refused_within_seconds(cluster: Any) -> Non
     assert all(seconds < 12 for _, seconds in said)
     assert said[0][0].startswith(f"LaunchRefused: nobody listens at {FRONT}:1 (Connection refused)")
     assert said[3][0].startswith("LaunchRefused: --nodes ray://HOST:PORT names a cluster by its head's address")
+
+
+def test_a_node_whose_gpus_are_taken_is_named_and_no_agent_waits_for_them(cluster: Any) -> None:
+    (text, seconds), (free, _) = run(cluster, "taken", ADDRESS, HOSTS["west"])
+    assert text.startswith(f"LaunchRefused: node {HOSTS['west']} of the Ray cluster has 1 GPU, and other work of Ray")
+    assert seconds < 20
+    assert free == 1
 
 
 @pytest.mark.parametrize("environ", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "wrong" * 8}])
