@@ -105,7 +105,7 @@ def test_the_first_cell_is_that_of_the_readme() -> None:
 def test_lines_that_install_in_a_notebook_are_those_of_the_readme() -> None:
     shown = [block.text for page in DOCS.glob("*.md") for block in blocks(page, "text")]
     installing = {line.strip() for text in shown for line in text.splitlines() if "%pip install" in line}
-    assert installing
+    assert len(installing) >= 2
     assert not {line for line in installing if line not in README.read_text()}
 
 
