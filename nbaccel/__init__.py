@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         init_on_device as init_on_device,
     )
     from nbaccel.features.big_models.model_hooks import cpu_offload_with_hook as cpu_offload_with_hook
+    from nbaccel.features.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from nbaccel.features.map.map_items import map as map
     from nbaccel.features.runs.runs import Runs as Runs
     from nbaccel.features.sweep.sweep import sweep as sweep
@@ -118,6 +119,7 @@ _HOME = {
     "CollectiveMismatch": "nbaccel.errors",
     "DDPCommunicationHookType": "nbaccel.train.step.kwargs_handlers",
     "DataLoaderConfiguration": "nbaccel.train.data",
+    "DeepSpeedPlugin": "nbaccel.features.deepspeed.plugin",
     "DistributedDataParallelKwargs": "nbaccel.train.step.kwargs_handlers",
     "DistributedType": "nbaccel.train.distributed.process_control",
     "FullyShardedDataParallelPlugin": "nbaccel.train.strategies.fsdp_options",

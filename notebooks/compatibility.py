@@ -109,7 +109,8 @@ GROUPS = (
         GradScalerKwargs | yes | and `min_scale`
         find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
         FullyShardedDataParallelPlugin | differs | FSDP2 alone; options of FSDP1 are translated, or named in one warning
-        DeepSpeedPlugin, ParallelismConfig | later | for models larger than one device: `strategy="fsdp"`
+        DeepSpeedPlugin | differs | stages 1 to 3 of one model; with the package `deepspeed`
+        ParallelismConfig | later | for models larger than one device: `strategy="fsdp"`
         init_on_device, cpu_offload, cpu_offload_with_hook | yes
         init_empty_weights | differs | tied parameters stay tied
         infer_auto_device_map | differs | keeps room only where something is fetched, for two blocks; `reserve=`
@@ -132,7 +133,7 @@ GROUPS = (
         gradient_accumulation_plugin | yes | and `scale_last_window`
         rng_types | differs | accepted with a warning: the order of a loader follows from (seed, epoch)
         fsdp_plugin | differs | FSDP2 alone; `strategy="fsdp"` chooses it too
-        deepspeed_plugin | later | refused by name
+        deepspeed_plugin | differs | one plugin; `strategy="deepspeed"` chooses it too
         deepspeed_plugins, torch_tp_plugin, megatron_lm_plugin, parallelism_config | no | refused by name
         """,
     ),
@@ -172,7 +173,8 @@ GROUPS = (
         even_batches, split_batches, dispatch_batches, non_blocking, use_seedable_sampler | yes
         use_stateful_dataloader | yes | every prepared loader has a `state_dict`, without torchdata
         multi_device, should_save_model, data_parallel_rank | yes
-        deepspeed_plugin, fp8_backend, parallelism_config, torch_device_mesh | differs | always None
+        deepspeed_plugin | yes
+        fp8_backend, parallelism_config, torch_device_mesh | differs | always None
         is_fsdp2 | differs | true with `strategy="fsdp"`, whatever version was asked for
         is_composable_parallelism_enabled | differs | always False
         context_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank | differs | always 0
@@ -249,7 +251,7 @@ GROUPS = (
         is_matplotlib_available, is_pandas_available, is_rich_available, is_torchvision_available | yes
         find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
         FullyShardedDataParallelPlugin | differs | FSDP2 alone; options of FSDP1 are translated, or named in one warning
-        DeepSpeedPlugin | later
+        DeepSpeedPlugin | differs | stages 1 to 3 of one model; with the package `deepspeed`
         TorchDynamoPlugin | yes
         DynamoBackend, MegatronLMPlugin, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no
@@ -380,7 +382,7 @@ INTRODUCTION = """\
 A program written for Hugging Face Accelerate runs on nbaccel when its imports say `nbaccel` instead of `accelerate`.
 This page lists the names that notebook programs meet, in Accelerate 1.15, and how each of them stands here. A name that
 is not here fails at its import with one sentence that says what to use instead; classes that programs use only under a
-flag (`DeepSpeedPlugin`, `DummyOptim`) fail when they are used. Small helpers and constants of `accelerate.utils` are
+flag (`MegatronLMPlugin`) fail when they are used. Small helpers and constants of `accelerate.utils` are
 here too, and not listed. The page is generated from `notebooks/compatibility.py`; tests hold that table against both
 libraries, and the programs of `tests/programs` give the same numbers with both."""
 

@@ -47,6 +47,7 @@ UNGUARDED = {
     "_pytree": "(pytree.tree_flatten, pytree.tree_leaves, pytree.tree_unflatten)",
     "_subclasses": "(torch._subclasses.FakeTensorMode, torch._subclasses.fake_tensor.FakeCopyMode)",
     "_dynamo": "torch._dynamo.eval_frame.OptimizedModule",
+    "_get_build_directory": "__import__('torch.utils.cpp_extension').utils.cpp_extension._get_build_directory",
     "_orig_mod": "torch.compile(module, backend='eager')._orig_mod",
     # tensors, the graph, operators
     "_backward_hooks": "torch.ones(1)._backward_hooks",
@@ -218,6 +219,8 @@ VERSIONED = {
 """Public names that torch 2.6 or later brought: the version from which on each is there, and how it is come by."""
 
 OTHERS = {
+    "deepspeed": "_external_params _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state "
+    "_link_all_hp_params _original_parameters",
     "python": """
         _Pointer _PyRuntime _actions _actual_context _addHandlerRef _afterfork_registry _args _asdict _asyncio
         _builtin_open _check_running

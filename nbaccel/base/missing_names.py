@@ -2,7 +2,7 @@
 
 The modules of this package that stand for one of Accelerate's end with ``__getattr__ = missing_from(__name__)``, so
 that an import of such a name fails with one sentence. Classes and functions that programs import at their top and use
-only under a flag (``if args.deepspeed:``) can be imported, and refuse when they are called: more programs run that way.
+only under a flag (``if args.megatron:``) can be imported, and refuse when they are called: more programs run that way.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _INNER = "it is a part of Accelerate's inside; nbaccel has no counterpart"
 
 _UNDER_A_FLAG: dict[str, str] = {
     ONE_DEVICE: """
-        DeepSpeedPlugin MegatronLMPlugin TorchTensorParallelPlugin ParallelismConfig
+        MegatronLMPlugin TorchTensorParallelPlugin ParallelismConfig
         TorchContextParallelConfig TorchTensorParallelConfig DeepSpeedSequenceParallelConfig
-        DummyOptim DummyScheduler DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
-        HfDeepSpeedConfig get_active_deepspeed_plugin MegatronLMDummyDataLoader MegatronLMDummyScheduler
+        DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
+        get_active_deepspeed_plugin MegatronLMDummyDataLoader MegatronLMDummyScheduler
     """,
     FOLDER: "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer merge_fsdp_weights",
     FP8: "FP8RecipeKwargs AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs",

@@ -19,6 +19,7 @@ __all__ = [
     "EACH",
     "FSDP",
     "OOM_CHOICES",
+    "PARTITIONING",
     "PRECISIONS",
     "SHRINK",
     "SPLIT",
@@ -41,7 +42,10 @@ FSDP = "fsdp"
 STRATEGY_ENTRY_POINTS = "nbaccel_strategies"
 """The group of entry points in which other packages register strategies of their own, by name."""
 
-STRATEGIES = ("auto", "single", "ddp", FSDP)
+PARTITIONING = (FSDP, "deepspeed")
+"""The strategies by which a rank does not hold all of a training; the table of features says where they are."""
+
+STRATEGIES = ("auto", "single", "ddp", *PARTITIONING)
 """The project's own ways to distribute a model over the ranks; other packages may install more."""
 
 OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
@@ -210,8 +214,9 @@ class RunSettings:
             batches=env.get("NBACCEL_BATCHES") or None,
             raw_precision=env.get("NBACCEL_RAW_PRECISION") or None,
             split=number("NBACCEL_SPLIT"),
-            # Accelerate's own launcher, and transformers, name this strategy by a variable of its own.
-            strategy=env.get("NBACCEL_STRATEGY") or (FSDP if flag("ACCELERATE_USE_FSDP") else None),
+            # Accelerate's own launcher, and transformers, name such a strategy by a variable of its own.
+            strategy=env.get("NBACCEL_STRATEGY")
+            or next((name for name in PARTITIONING if flag(f"ACCELERATE_USE_{name.upper()}")), None),
             checkpoint_every=env.get("NBACCEL_CHECKPOINT_EVERY"),
             checkpoint_dir=env.get("NBACCEL_CHECKPOINT_DIR"),
             keep=number("NBACCEL_KEEP"),

@@ -28,6 +28,7 @@ _TABLE = {  # "module:object", below this package
     "--nodes": "cluster.cell_mode:NodesMode",
     # strategies
     "--strategy fsdp": "sharded.fully_sharded:FullySharded",
+    "--strategy deepspeed": "deepspeed.zero:ZeroPartitioned",
     # commands
     "%accelerate estimate": "batch_size.command:estimate_report",
     "%accelerate export": "export.export_command:export_script",

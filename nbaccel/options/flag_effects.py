@@ -17,7 +17,7 @@ from enum import Enum
 
 from nbaccel.base.events import LoopKind
 from nbaccel.base.quantities import time_text
-from nbaccel.base.settings import EACH, FSDP, STRATEGIES
+from nbaccel.base.settings import EACH, PARTITIONING, STRATEGIES
 from nbaccel.options.run_options import AUTO, RunOptions
 
 __all__ = [
@@ -279,7 +279,7 @@ _COST_WORK = ("checkpoint_every", "resume")
 _NEUTRAL: Mapping[str, Sequence[str]] = {
     "mixed_precision": ("no",),
     "accumulate": ("1",),
-    "strategy": tuple(name for name in STRATEGIES if name != FSDP),
+    "strategy": tuple(name for name in STRATEGIES if name not in PARTITIONING),
 }
 """Values that ask for what every loop does anyway."""
 

@@ -64,6 +64,7 @@ from nbaccel.train.prepare.preparer import Preparer
 from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (
+    PLUGINS_OF_FEATURES,
     AutocastKwargs,
     KwargsHandler,
     PluginsNotHere,
@@ -142,7 +143,6 @@ class Accelerator(ProcessControl):
     """
 
     # Programs written for Accelerate read these to find out how a model is distributed. nbaccel has none of these ways.
-    deepspeed_plugin: None = None
     fp8_backend: None = None
     parallelism_config: None = None
     torch_device_mesh: None = None
@@ -188,6 +188,7 @@ class Accelerator(ProcessControl):
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         **not_here: Unpack[PluginsNotHere],
     ) -> None:
+        plugins = {"fsdp_plugin": fsdp_plugin, **{name: not_here.get(name) for name in PLUGINS_OF_FEATURES}}
         if not_here:
             refuse_plugins(not_here, signature(Accelerator.__init__).parameters)
         refuse_plugins_of_the_environment()
@@ -199,7 +200,7 @@ class Accelerator(ProcessControl):
         saves = chosen_saves(checkpoint_every, checkpoint_dir, keep, resume)
         asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu, strategy=strategy).over(saves)
         choices = Choices.of(
-            asked, gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, dynamo_plugin, on_nan, fsdp_plugin
+            asked, gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, dynamo_plugin, on_nan, plugins
         )
         self._handlers = choices.handlers
         self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)
@@ -241,6 +242,12 @@ class Accelerator(ProcessControl):
     def mixed_precision(self) -> str:
         self._lifecycle.bind()
         return self._context.settings.mixed_precision or "no"
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The options of the strategy "deepspeed"; None with another one."""
+        self._lifecycle.bind()
+        return self.state.deepspeed_plugin
 
     @property
     def device_placement(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self, TypeVar
 from torch.nn import Module
 
 from nbaccel.base.events import LoopKind, TrainingMode, emit
-from nbaccel.base.settings import FSDP, RunSettings
+from nbaccel.base.settings import FSDP, PARTITIONING, RunSettings
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
 from nbaccel.errors import NotPrepared
@@ -35,8 +35,7 @@ from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
 from nbaccel.train.step.raw_loop_hooks import step_back
-from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
-from nbaccel.train.strategies.single import is_parallel
+from nbaccel.train.strategies import plugin_class
 
 __all__ = [
     "Choices",
@@ -56,7 +55,7 @@ class Choices:
 
     Args:
         asked: Choices that a launch can make too; None where the program left them open.
-        fsdp_plugin: Options of the strategy "fsdp"; None where the program gave none.
+        plugin: Options of the strategy, see `Strategy.plugin_class`; None where the program gave none.
     """
 
     asked: RunSettings
@@ -64,7 +63,7 @@ class Choices:
     dynamo: TorchDynamoPlugin
     handlers: Handlers
     on_nan: str
-    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    plugin: Any = None
 
     @classmethod
     def of(
@@ -75,13 +74,13 @@ class Choices:
         dynamo_backend: str | None,
         dynamo_plugin: TorchDynamoPlugin | None,
         on_nan: str,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        plugins: Mapping[str, Any],
     ) -> Self:
         """Return the choices that arguments of `Accelerator` describe.
 
         Raises:
             ValueError: A value is not valid, or two of them say the same, or contradict each other.
-            TypeError: `fsdp_plugin` is something else.
+            TypeError: A plugin is something else.
         """
         steps = asked.gradient_accumulation_steps
         rules = plugin or GradientAccumulationPlugin()
@@ -97,23 +96,40 @@ class Choices:
         dynamo = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
         if rules.num_steps is not None:
             asked = replace(asked, gradient_accumulation_steps=rules.num_steps)
-        if fsdp_plugin is not None:
-            asked = replace(asked, strategy=_strategy_with(fsdp_plugin, asked.strategy))
-        return cls(asked.over(dynamo.settings()), rules, dynamo, Handlers.of(handlers), on_nan, fsdp_plugin)
+        chosen = None
+        for name, chosen in ((name, value) for name, value in plugins.items() if value is not None):
+            asked = replace(asked, strategy=_strategy_with(name, chosen, asked.strategy))
+            if (steps := getattr(chosen, "gradient_accumulation_steps", None)) not in (None, "auto"):
+                asked = replace(asked, gradient_accumulation_steps=_steps_with(name, steps, asked))
+        return cls(asked.over(dynamo.settings()), rules, dynamo, Handlers.of(handlers), on_nan, chosen)
 
 
-def _strategy_with(plugin: FullyShardedDataParallelPlugin, chosen: str | None) -> str:
+def _strategy_with(name: str, plugin: Any, chosen: str | None) -> str:
     """Check a plugin and the strategy that was chosen beside it; return the strategy that both mean."""
-    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+    strategy = name.removesuffix("_plugin")
+    wanted = plugin_class(strategy)
+    if wanted is None or not isinstance(plugin, wanted):
         kind = type(plugin)
         raise TypeError(
-            "fsdp_plugin takes a FullyShardedDataParallelPlugin of nbaccel.utils, got "
+            f"{name} takes a {wanted.__name__ if wanted else 'value'} of nbaccel.utils, got "
             f"{kind.__module__}.{kind.__qualname__}"
         )
-    if chosen not in (None, FSDP):
-        raise ValueError(f'strategy={chosen!r} and an fsdp_plugin, which is for strategy="fsdp": leave one of them out')
+    if chosen not in (None, strategy):
+        raise ValueError(
+            f'strategy={chosen!r} and a plugin, {name}, which is for strategy="{strategy}": leave one of them out'
+        )
     plugin.__post_init__()
-    return FSDP
+    return strategy
+
+
+def _steps_with(name: str, steps: int, asked: RunSettings) -> int:
+    """Return the batches per step that a plugin and the program mean together."""
+    if asked.gradient_accumulation_steps not in (None, 1, steps):
+        raise ValueError(
+            f"gradient_accumulation_steps={asked.gradient_accumulation_steps}, and the {name} says {steps}: give one "
+            "of them"
+        )
+    return steps
 
 
 class OfOneTraining(Protocol):
@@ -152,6 +168,7 @@ class Lifecycle:
         self._checkpoints = checkpoints
         self._resuming = resuming
         self._attached: list[OfOneTraining] = []
+        self._plugin: Any = None
         self._bound_to: World | None = None
         _watch_forks(self)
 
@@ -190,16 +207,21 @@ class Lifecycle:
             return
         settings = self._choices.asked.over(RunSettings.from_env()).over(_UNCHOSEN)
         context.begin(settings, self._choices.dynamo, self._choices.rules)
-        state, is_sharded = context.state, settings.strategy == FSDP and world.is_distributed
-        state.fsdp_plugin = self._choices.fsdp_plugin or FullyShardedDataParallelPlugin() if is_sharded else None
-        state.is_fsdp2 = is_sharded
+        kind = context.strategy_class.plugin_class
+        for name in PARTITIONING:
+            setattr(context.state, f"{name}_plugin", None)
+        self._plugin = None
+        if kind is not None:
+            self._plugin = self._choices.plugin or kind()
+            setattr(context.state, f"{settings.strategy}_plugin", self._plugin)
+        context.state.is_fsdp2 = context.state.fsdp_plugin is not None
         self._resuming.plan(Weakly(self._save_by_itself))
 
     def equip(self) -> None:
         """Make the parts that depend on the device, unless they exist."""
         self.bind()
         if not self.context.is_complete:
-            plugin = self.context.state.fsdp_plugin
+            plugin = self._plugin
             if plugin is not None:
                 plugin.__post_init__()  # programs assign fields until they prepare a model
             elif self.context.settings.strategy == FSDP:
@@ -286,10 +308,11 @@ class Lifecycle:
         context = self.context
         if not (context.is_complete and context.prepared):
             return
-        parallel = [model for model in context.prepared.models if is_parallel(model)]
+        strategy = context.strategy
+        shared = [model for model in context.prepared.models if strategy.keeps_together(model)]
         optimizers = [prepared.optimizer for prepared in context.prepared.optimizers]
-        context.strategy.release(context.prepared.models, optimizers)
-        if plain := [model for model in parallel if not is_parallel(model)]:
+        strategy.release(context.prepared.models, optimizers)
+        if plain := [model for model in shared if not strategy.keeps_together(model)]:
             context.prepared.drop(plain, context.strategy)
             self.is_ready = False
 
@@ -301,6 +324,7 @@ class Lifecycle:
         if context.is_complete:
             context.accumulating.models = ()  # of a block that was created and not entered
             context.precision.forget()
+            context.strategy.forget()
         self._checkpoints.writer.join()
         self._checkpoints.staging.clear()
         context.prepared.forget()

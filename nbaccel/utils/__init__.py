@@ -154,5 +154,5 @@ __getattr__ = missing_from(
     "nbaccel.train.distributed.partial_state",
     "nbaccel.train.prepare.contexts",
     "nbaccel.train.strategies.fsdp_options",
-    inside=("constants", "imports", "memory", "operations", "other", "modeling", "offload", "bnb"),
+    inside=("constants", "imports", "memory", "operations", "other", "modeling", "offload", "bnb", "deepspeed"),
 )

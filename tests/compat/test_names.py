@@ -100,16 +100,16 @@ def test_a_module_that_is_not_here_says_so_when_it_is_run() -> None:
 
 
 def test_what_programs_use_under_a_flag_can_be_imported_and_refuses_to_be_used() -> None:
-    from nbaccel import DeepSpeedPlugin
-    from nbaccel.utils import DummyOptim, MegatronLMPlugin
-    from nbaccel.utils.deepspeed import DummyOptim as TheSame
+    from nbaccel import ParallelismConfig
+    from nbaccel.utils import MegatronLMDummyScheduler, MegatronLMPlugin
+    from nbaccel.utils.megatron_lm import MegatronLMDummyScheduler as TheSame
 
-    assert DummyOptim is TheSame
+    assert MegatronLMDummyScheduler is TheSame
     optimizer = Accelerator().prepare(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1))
-    assert not isinstance(optimizer, DummyOptim)
-    for refused in (DeepSpeedPlugin, MegatronLMPlugin):
-        with pytest.raises(NotImplementedError, match=r'Plugin: it has no .* Accelerator\(strategy="fsdp"\), by which'):
-            refused(zero_stage=2)
+    assert not isinstance(optimizer, MegatronLMDummyScheduler)
+    for refused in (ParallelismConfig, MegatronLMPlugin):
+        with pytest.raises(NotImplementedError, match=r': it has no .* Accelerator\(strategy="fsdp"\), by which'):
+            refused(tp_size=2)
 
 
 def test_the_table_names_nothing_that_accelerate_does_not_know() -> None:
@@ -170,7 +170,7 @@ def test_prepared_objects_are_of_accelerates_classes() -> None:
 _NOT_HERE = "what it configures is not here; see the compatibility page"
 _DIFFERENCES = {
     "Accelerator": {
-        "deepspeed_plugin": _NOT_HERE,
+        "deepspeed_plugin": "taken among the arguments of features",
         "deepspeed_plugins": _NOT_HERE,
         "torch_tp_plugin": _NOT_HERE,
         "megatron_lm_plugin": _NOT_HERE,
@@ -179,7 +179,7 @@ _DIFFERENCES = {
     },
     "state.AcceleratorState": {
         "dynamo_plugin": "the Accelerator compiles, not the state",
-        "deepspeed_plugin": _NOT_HERE,
+        "deepspeed_plugin": "the Accelerator's argument, not the state's",
         "fsdp_plugin": _NOT_HERE,
         "torch_tp_plugin": _NOT_HERE,
         "megatron_lm_plugin": _NOT_HERE,

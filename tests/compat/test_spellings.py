@@ -337,7 +337,8 @@ def _asked() -> list[Any]:
     accelerator._models.clear()
     assert not accelerator._context.prepared
     assert [accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders] == [[], [], []]
-    for absent in ("deepspeed_plugin", "fp8_backend", "parallelism_config", "torch_device_mesh"):
+    assert accelerator.deepspeed_plugin is None
+    for absent in ("fp8_backend", "parallelism_config", "torch_device_mesh"):
         assert getattr(accelerator, absent) is None
     for rank in ("tensor_parallel_rank", "pipeline_parallel_rank", "context_parallel_rank", "data_parallel_shard_rank"):
         assert getattr(accelerator, rank) == 0

@@ -220,7 +220,7 @@ def test_an_unknown_activity_is_refused_with_the_choices() -> None:
         pass
 
 
-REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin")
+REFUSED = ("megatron_lm_plugin", "torch_tp_plugin")
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "parallelism_config"])
@@ -230,7 +230,7 @@ def test_a_plugin_that_is_not_here_is_refused_by_name_with_what_works_instead(na
     Accelerator(**{name: None})  # as programs pass on what nobody chose
 
 
-@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+@pytest.mark.parametrize("name", ["MEGATRON_LM", "PARALLELISM_CONFIG"])
 def test_a_plugin_that_accelerate_launch_has_chosen_is_refused_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(NotImplementedError, match=f"ACCELERATE_USE_{name}=true in the environment: .*mixed_precision"):
@@ -241,7 +241,7 @@ def test_every_argument_of_the_real_constructor_is_taken_or_refused_by_name() ->
     accelerate = pytest.importorskip("accelerate")
     theirs = set(inspect.signature(accelerate.Accelerator.__init__).parameters)
     ours = set(inspect.signature(Accelerator.__init__).parameters)
-    assert theirs - ours == {*REFUSED, "parallelism_config"}
+    assert theirs - ours == {*REFUSED, "parallelism_config", "deepspeed_plugin", "deepspeed_plugins"}
     with pytest.warns(UserWarning, match="rng_types"):
         Accelerator(rng_types=["generator", "torch"])
 

@@ -12,12 +12,13 @@ from nbaccel.base.world import World
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.step.precision import Precision
-from nbaccel.train.strategies import Strategy, choose_strategy, strategy_names
+from nbaccel.train.strategies import Strategy, choose_strategy
 
 RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
+"""Those that need no other package; tests/features/deepspeed has the last."""
 
 
-@pytest.fixture(params=strategy_names())
+@pytest.fixture(params=RANKS)
 def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """Runs a function of (strategy, rank) in every rank of one strategy; the values by rank."""
     return _runner(request.param)
@@ -178,5 +179,7 @@ def test_the_plainest_strategy_that_keeps_the_ranks_together_is_chosen() -> None
 
 
 def test_an_unknown_strategy_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="strategy must be one of 'auto', 'single', 'ddp', 'fsdp', got 'sharding'"):
+    with pytest.raises(
+        ValueError, match="strategy must be one of 'auto', 'single', 'ddp', 'fsdp', 'deepspeed', got 'sharding'"
+    ):
         choose_strategy(World(), torch.device("cpu"), "sharding")

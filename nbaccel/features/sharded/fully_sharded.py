@@ -33,6 +33,7 @@ from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
+from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
 from nbaccel.train.strategies.replicated import living_modules
 from nbaccel.train.strategies.single import INSTEAD, Strategy, gradients_of, is_parallel, is_sharded, without_compile
 
@@ -52,6 +53,7 @@ class FullySharded(Strategy):
     has_peers = True
     forwards_are_collective = True
     distributed_type = "FSDP"
+    plugin_class = FullyShardedDataParallelPlugin
 
     def __init__(
         self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None

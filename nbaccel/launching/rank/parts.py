@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbaccel.base.settings import RunSettings
+from nbaccel.base.task_end import finish_task
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import Results, WorkerBoot, load_named
@@ -75,6 +76,7 @@ class RankParts:
             part.begin(running)
 
     def end(self) -> None:
+        finish_task()  # first: the parts look at what the ranks hold
         for part in self._parts:
             part.end()
 

@@ -20,7 +20,14 @@ from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.manifest import Lineage, Manifest
 from nbaccel.train.checkpoint.model_weights import load_trained, with_tied, without_base
 from nbaccel.train.checkpoint.rng_files import Stamp, State, read
-from nbaccel.train.checkpoint.shards import holds_shards, is_sharded_module, load_module, load_optimizer, may_be_sharded
+from nbaccel.train.checkpoint.shards import (
+    holds_shards,
+    is_sharded_module,
+    load_module,
+    load_optimizer,
+    loadable,
+    may_be_sharded,
+)
 from nbaccel.train.prepare.prepared import Prepared, frozen_names
 from nbaccel.train.step.accumulation import Accumulation, StepClock
 from nbaccel.train.step.precision import Precision
@@ -70,8 +77,10 @@ class TrainingState:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each rank holds rows of its own of a prepared model or optimizer, equally on all ranks."""
+        """True if each rank holds a part of its own of a prepared model or optimizer, equally on all ranks."""
         prepared = self.prepared
+        if self.strategy.saves_together:
+            return True
         if not may_be_sharded():
             return False
         groups = (group for optimizer in prepared.optimizers for group in optimizer.param_groups)
@@ -101,7 +110,7 @@ class TrainingState:
         is_inside = self.is_inside_epoch
         return Content(
             weights,
-            [optimizer.state_dict() for optimizer in prepared.optimizers],
+            [self.strategy.optimizer_state_dict(optimizer.optimizer) for optimizer in prepared.optimizers],
             [scheduler.state_dict() for scheduler in prepared.schedulers],
             [custom.state_dict() for custom in customs],
             {
@@ -194,10 +203,12 @@ class TrainingState:
                     f"the checkpoint holds {len(states)} {kind}(s), and {len(things)} are prepared: "
                     "prepare the same ones, in the same order, before load_state"
                 )
-        by_rows = content.is_stored or self.is_sharded
+        by_rows = (content.is_stored or self.is_sharded) and not strategy.saves_together
         for model, state in zip(models, content.models, strict=True):
             module = strategy.unwrap(model)
-            if by_rows:
+            if strategy.saves_together:
+                strategy.load_state_dict(model, loadable(state), **options)
+            elif by_rows:
                 load_module(module, with_tied(module, state), **options)
             elif base := self._base_left_out(model, content):
                 load_trained(module, with_tied(module, state), base, **options)
@@ -209,7 +220,7 @@ class TrainingState:
             if by_rows:
                 load_optimizer(optimizer, state)
             else:
-                optimizer.load_state_dict(state)
+                strategy.load_optimizer_state_dict(optimizer.optimizer, loadable(state))
         for scheduler, state in zip(prepared.schedulers, content.schedulers, strict=True):
             scheduler.load_state_dict(state)
         # An evaluation that prepares fewer loaders than the training did may load its checkpoint.

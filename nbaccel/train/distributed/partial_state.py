@@ -189,11 +189,11 @@ class AcceleratorState(PartialState):
         return self._asked.over(self._chosen).mixed_precision or "no"
 
     # Programs read these before they take a way that does not exist here; `None` sends them the other way. Where ranks
-    # hold shards, an Accelerator sets the first two: its options may be changed until a model is prepared.
+    # hold shards, an Accelerator sets the first three: its options may be changed until a model is prepared.
 
     fsdp_plugin: Any = None
     is_fsdp2 = False
-    deepspeed_plugin: None = None
+    deepspeed_plugin: Any = None
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
     parallelism_config: None = None

@@ -65,7 +65,7 @@ class GradientControl:
         parameters = _listed(parameters)
         if is_complete:
             self._unscale_those_of(parameters)
-            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            self._context.strategy.clip_grad_value_(parameters, clip_value)
 
     def _refuse_unscaled(self) -> None:
         if self._context.precision.expects_scaled:

@@ -15,10 +15,12 @@ from datetime import timedelta
 from enum import Enum, EnumMeta, StrEnum
 from typing import Any, Literal, TypedDict
 
+from nbaccel.base.settings import PARTITIONING
 from nbaccel.base.values import frozen
 from nbaccel.train.step.environment import parse_choice_from_env, parse_flag_from_env
 
 __all__ = [
+    "PLUGINS_OF_FEATURES",
     "AutocastKwargs",
     "BaseEnum",
     "DDPCommunicationHookType",
@@ -248,7 +250,7 @@ class Handlers:
 
 
 class PluginsNotHere(TypedDict, total=False):
-    """Arguments of Accelerate's constructor that are accepted only as None."""
+    """Arguments of Accelerate's constructor that belong to a feature, or are accepted only as None."""
 
     deepspeed_plugin: Any
     deepspeed_plugins: Any
@@ -257,14 +259,16 @@ class PluginsNotHere(TypedDict, total=False):
     parallelism_config: Any
 
 
+PLUGINS_OF_FEATURES = frozenset(f"{name}_plugin" for name in PARTITIONING)
+"""Arguments with the options of a strategy that a feature brings."""
+
 _FITS = (
     "To make a model fit: strategy='fsdp', by which each rank holds a part of it, mixed_precision='bf16' or 'fp16', "
     "gradient_accumulation_steps with a smaller batch, accelerator.gradient_checkpointing(model)."
 )
 
 _INSTEAD = {
-    "deepspeed_plugin": f"DeepSpeed does not drive the training here yet. {_FITS}",
-    "deepspeed_plugins": f"DeepSpeed does not drive the training here yet. {_FITS}",
+    "deepspeed_plugins": "one model is trained by DeepSpeed in a run: give its options as deepspeed_plugin.",
     "megatron_lm_plugin": f"Megatron-LM does not drive the training here. {_FITS}",
     "torch_tp_plugin": f"a model's layers are not split over the ranks here. {_FITS}",
     "parallelism_config": (
@@ -274,7 +278,6 @@ _INSTEAD = {
 }
 
 _BY_VARIABLE = {
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
@@ -295,6 +298,8 @@ def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
         >>> refuse_plugins({"deepspeed_plugin": None}, ())
     """
     for name, value in given.items():
+        if name in PLUGINS_OF_FEATURES:
+            continue
         if name not in _INSTEAD:
             alike = difflib.get_close_matches(name, [*known, *_INSTEAD], n=1)
             meant = f"; did you mean {alike[0]}?" if alike else ""

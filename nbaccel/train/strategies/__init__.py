@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from nbaccel.base.settings import STRATEGY_ENTRY_POINTS, installed_strategies
+from nbaccel.base.settings import PARTITIONING, STRATEGY_ENTRY_POINTS, installed_strategies
 from nbaccel.base.world import World
-from nbaccel.features import feature, named
+from nbaccel.features import feature
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.strategies.single import Strategy
 
-__all__ = ["AUTO", "Strategy", "choose_strategy", "strategy_class", "strategy_names"]
+__all__ = ["AUTO", "Strategy", "choose_strategy", "plugin_class", "strategy_class", "strategy_names"]
 
 AUTO = "auto"
 """The simplest strategy that makes the ranks of a run one training: "single" or "ddp", never one that was not asked."""
@@ -25,10 +25,6 @@ _REGISTRY = {
     "single": "nbaccel.train.strategies.single:Strategy",
     "ddp": "nbaccel.train.strategies.replicated:Replicated",
 }
-
-
-_OF_FEATURES = "--strategy "
-"""How the names of strategies begin in the table of features."""
 
 
 def choose_strategy(
@@ -48,27 +44,31 @@ def choose_strategy(
 def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
     """Return the class of the strategy that `choose_strategy` makes, without a device.
 
-    A single process has nobody to share a model with, so it has the strategy "single", also where another one is named.
+    A single process has nobody to share a model with, so it has the strategy "single", also where another one is named
+    that does not serve one process.
 
     Raises:
         ValueError: There is no such strategy; the message names the choices.
     """
     chosen = name or AUTO
-    ours = (AUTO, *_REGISTRY, *named(_OF_FEATURES))
+    ours = (AUTO, *_REGISTRY, *PARTITIONING)
     if chosen not in ours and chosen not in installed_strategies():  # the latter takes milliseconds
         raise ValueError(f"strategy must be one of {', '.join(map(repr, (AUTO, *strategy_names())))}, got {chosen!r}")
-    if not world.is_distributed:
-        chosen = "single"
-    elif chosen == AUTO:
-        chosen = "ddp"
-    elif chosen == "single":
+    if chosen == AUTO:
+        chosen = "ddp" if world.is_distributed else "single"
+    elif chosen == "single" and world.is_distributed:
         raise ValueError(
             f"strategy='single' is for one process, and there are {world.world_size}: each would train a model of its "
             "own. Use 'ddp', or 'auto'"
         )
+    kind = _class_of(chosen)
+    return kind if world.is_distributed or kind.serves_one_process else Strategy
+
+
+def _class_of(chosen: str) -> type[Strategy]:
     kind: type[Strategy]
-    if chosen in named(_OF_FEATURES):
-        kind = feature(_OF_FEATURES + chosen)
+    if chosen in PARTITIONING:
+        kind = feature(f"--strategy {chosen}")
         return kind
     if chosen not in _REGISTRY:
         from importlib.metadata import entry_points  # as slow to import as this whole package
@@ -81,6 +81,11 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
     return kind
 
 
+def plugin_class(name: str) -> type[Any] | None:
+    """Return the class of the options of the strategy called `name`; None where it has none."""
+    return _class_of(name).plugin_class
+
+
 def strategy_names() -> tuple[str, ...]:
     """Return the names that `choose_strategy` accepts besides "auto": ours, then those of installed packages."""
-    return (*_REGISTRY, *named(_OF_FEATURES), *installed_strategies())
+    return (*_REGISTRY, *PARTITIONING, *installed_strategies())

@@ -73,6 +73,16 @@ class Strategy:
     distributed_type: ClassVar[str | None] = None
     """Accelerate's name of this way, where it is not that of replicas on devices of a kind: see `DistributedType`."""
 
+    plugin_class: ClassVar[type[Any] | None] = None
+    """The class of its options, where it has any. They are the Accelerator's argument ``<name of the strategy>_plugin``
+    and the attribute of that name of its state."""
+
+    serves_one_process: ClassVar[bool] = False
+    """True if a run of one process is trained by this way too, and not by that of a single device."""
+
+    saves_together: ClassVar[bool] = False
+    """True if reading or loading the state of a model or an optimizer is collective: all ranks have parts of it."""
+
     def __init__(
         self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None
     ) -> None:
@@ -91,6 +101,13 @@ class Strategy:
         if name == "bf16" and self.device.type == "cuda" and self.world.is_main_process:
             _warn_if_emulated(self.device)
         return precision
+
+    def expect(self, objects: Sequence[Any]) -> None:
+        """Learn what one call of `prepare` holds, before `setup`: loaders and schedules may tell sizes.
+
+        Args:
+            objects: The program's objects, of any kind.
+        """
 
     def place(self, model: Module) -> None:
         """Move a model to the device, as a whole.
@@ -278,14 +295,41 @@ class Strategy:
         """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clip each gradient value of `parameters`.
+
+        Args:
+            parameters: Parameters of prepared models.
+            clip_value: Values are clipped to the range from -`clip_value` to `clip_value`.
+        """
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
     def state_dict(self, model: Module) -> dict[str, Any]:
-        """Return the state of the program's own module as this rank holds it: its rows, if it is sharded. No
-        collective.
+        """Return the state of the program's own module as this rank holds it: its rows, if it is sharded.
+
+        With `saves_together` it is collective, and whole: on the host of rank 0, empty elsewhere.
 
         Args:
             model: A prepared model.
         """
         return self.unwrap(model).state_dict()
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the program's own optimizer, as `state_dict` does that of a model.
+
+        Args:
+            optimizer: The program's own optimizer.
+        """
+        return optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a state that `optimizer_state_dict` returned, on every rank.
+
+        Args:
+            optimizer: The program's own optimizer.
+            state: The state.
+        """
+        optimizer.load_state_dict(state)
 
     def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
         """Load a state that `state_dict` returned.
@@ -311,6 +355,9 @@ class Strategy:
         Args:
             models: Prepared models.
         """
+
+    def forget(self) -> None:
+        """Let go of the models and optimizers that were set up. Every rank calls it; no collective."""
 
     def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         """Release everything of models and optimizers that cannot outlive the process group. Collective.

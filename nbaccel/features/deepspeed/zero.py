@@ -1,0 +1,329 @@
+"""ZeroPartitioned: a model, its gradients and its optimizer's states in DeepSpeed's partitions (ZeRO). Runs in ranks.
+
+DeepSpeed's engine reduces gradients, steps and casts. What it would count by itself is decided here as with every other
+strategy: the accumulation window is ours, the loss is divided by us, and the engine is told which backward ends a step.
+The engine joins the process group that exists. The program's optimizer stays its own object, so schedulers follow it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import broadcast
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from nbaccel.base.task_end import before_results_leave
+from nbaccel.base.world import World
+from nbaccel.errors import CannotSplit, NotPrepared
+from nbaccel.features.deepspeed import partitions
+from nbaccel.features.deepspeed.ds_config import filled
+from nbaccel.features.deepspeed.facts import Facts
+from nbaccel.features.deepspeed.half_engine import EnginePrecision, compute_in_half, refuse_precision
+from nbaccel.features.deepspeed.native_build import before_builds, import_deepspeed
+from nbaccel.features.deepspeed.plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.step.gradient_buckets import running_statistics
+from nbaccel.train.step.gradients import Gradients
+from nbaccel.train.step.kwargs_handlers import Handlers
+from nbaccel.train.step.precision import Precision, Taken
+from nbaccel.train.strategies.single import INSTEAD, Strategy, without_compile
+
+__all__ = ["ZeroPartitioned"]
+
+_ONE_MODEL = (
+    "DeepSpeed trains one model with one optimizer in a run, and this would be the second: train both with "
+    "strategy='fsdp' or 'ddp'. A model that is only evaluated needs no optimizer, and may be prepared beside it"
+)
+_ENDED = (
+    "DeepSpeed's part in this training is over: at the end of a cell or function, and in free_memory, the model "
+    "becomes a whole and plain one, which each rank would train by itself. Prepare it again, before the loop:\n"
+    "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+)
+_TOGETHER = "model, optimizer = accelerator.prepare(model, optimizer)"
+
+
+class ZeroPartitioned(Strategy):
+    """DeepSpeed's ZeRO 1, 2 or 3 over all ranks, also over a single one, whose states may be on the host.
+
+    With stage 3 every forward, evaluation included, gathers parameters from all ranks: all ranks have to call it.
+    """
+
+    has_peers = True
+    saves_together = True
+    serves_one_process = True
+    distributed_type = "DEEPSPEED"
+    plugin_class = DeepSpeedPlugin
+
+    def __init__(
+        self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None
+    ) -> None:
+        super().__init__(world, device, handlers, plugin or DeepSpeedPlugin())
+        self._precision: Precision = Precision(device, self.handlers)
+        self._engine: Any = None
+        self._optimizer: Optimizer | None = None
+        self._groups: list[list[Tensor]] = []
+        self._placed: set[int] = set()  # ids of parameters of models that no engine trains
+        self._batch_size: int | None = None
+        self._schedules: list[DummyScheduler] = []
+        self._hooks: list[Any] = []
+        self._has_ended = False
+        self._statistics: list[Tensor] = []
+
+    @property
+    def forwards_are_collective(self) -> bool:  # type: ignore[override]
+        """True with stage 3, in which a forward gathers parameters."""
+        return bool(self.plugin.zero_stage == 3)
+
+    def precision(self, name: str) -> Precision:
+        self._precision = EnginePrecision(self.plugin.precision_of(name), self.device, self.handlers, self)
+        return self._precision
+
+    # -- prepare
+
+    def expect(self, objects: Sequence[Any]) -> None:
+        for thing in objects:
+            size = getattr(thing, "batch_size", None) or getattr(
+                getattr(thing, "batch_sampler", None), "batch_size", None
+            )
+            if self._batch_size is None and isinstance(size, int) and not isinstance(thing, Module):
+                self._batch_size = size
+            if isinstance(thing, DummyScheduler):
+                self._schedules.append(thing)
+
+    def setup(self, models: Sequence[Module], optimizers: Sequence[Optimizer], moves: Sequence[bool]) -> list[Module]:
+        ready: list[Module] = []
+        for model, move in zip(map(self.unwrap, models), moves, strict=True):
+            owner = self._optimizer_of(model, optimizers)
+            if owner is None:
+                if move:
+                    self.place(model)
+                self._placed |= set(map(id, model.parameters()))
+                ready.append(model)
+            elif self._engine is not None:
+                raise NotImplementedError(f"prepare {type(model).__name__}: {_ONE_MODEL}.")
+            else:
+                ready.append(self._start_engine(without_compile(model), owner))
+        for optimizer in optimizers:
+            if optimizer is not self._optimizer:
+                self._refuse_late(optimizer)
+        return ready
+
+    def _optimizer_of(self, model: Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:
+        own = set(map(id, model.parameters()))
+        found = [
+            optimizer
+            for optimizer in optimizers
+            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        ]
+        if len(found) > 1:
+            raise NotImplementedError(
+                f"prepare {type(model).__name__} with {len(found)} optimizers: {_ONE_MODEL}. One optimizer may have "
+                "several groups of parameters, each with its learning rate."
+            )
+        return found[0] if found else None
+
+    def _refuse_late(self, optimizer: Optimizer) -> None:
+        if any(id(parameter) in self._placed for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} was prepared after its model, and DeepSpeed cuts a model's parameters "
+                f"together with the states of its optimizer: prepare both in one call,\n    {_TOGETHER}"
+            )
+
+    def _start_engine(self, model: Module, optimizer: Optimizer) -> Module:
+        deepspeed = import_deepspeed(self.device)
+        partitions.join_group(self.world)
+        facts = Facts.of(model, optimizer, self._schedules[-1] if self._schedules else None)
+        config = filled(self.plugin, self._precision.name, self._batch_size, self.world.world_size, facts)
+        refuse_precision(self._precision.name, self.device)
+        before_builds(config, self.device, self.world)
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        is_own = not isinstance(optimizer, DummyOptim)
+        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # without it DeepSpeed asks MPI
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it imports only now
+            engine, *_ = deepspeed.initialize(
+                args=SimpleNamespace(device_rank=self.device.index or 0),
+                model=model,
+                optimizer=optimizer if is_own else None,
+                model_parameters=None if is_own else [dict(group) for group in optimizer.param_groups],
+                config=config,
+                dist_init_required=False,
+            )
+        self.plugin.deepspeed_config = config
+        if isinstance(optimizer, DummyOptim):
+            optimizer.take(engine.basic_optimizer)
+        for schedule in self._schedules:
+            schedule.take(engine)
+        optimizer.zero_grad = engine.optimizer.zero_grad  # type: ignore[method-assign]
+        self._hooks = compute_in_half(model, self._precision)
+        self._engine, self._optimizer, self._has_ended = partitions.as_wrapper(engine), optimizer, False
+        before_results_leave(self._make_whole)
+        if is_own:
+            partitions.keep_optimizer(engine, optimizer)
+        self._statistics = list(running_statistics([model]))
+        engine.set_gradient_accumulation_boundary(True)
+        model = engine
+        return model
+
+    def keeps_together(self, model: Module) -> bool:
+        return self._is_engine(model)
+
+    def finds_parallel(self) -> bool:
+        return self._engine is not None
+
+    def _is_engine(self, model: Module) -> bool:
+        return self._engine is not None and without_compile(model) in (self._engine, self._engine.module)
+
+    # -- a step
+
+    def no_sync(self, model: Module) -> AbstractContextManager[Any]:
+        return _NotAtTheEnd(self._engine) if self._is_engine(model) else nullcontext()
+
+    def alone(self, model: Module) -> AbstractContextManager[Any]:
+        raise NotImplementedError(
+            "find_batch_size: DeepSpeed reduces gradients in its backward, and a trial step cannot be undone: choose "
+            "the batch size with strategy='fsdp', or with find_executable_batch_size"
+        )
+
+    def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
+        raise CannotSplit(f"forward_backward leads no step whose gradients DeepSpeed keeps. {INSTEAD}")
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if self._engine is None or not loss.requires_grad:
+            if self._has_ended:
+                raise NotPrepared(_ENDED)
+            loss.backward(**kwargs)
+        else:
+            self._engine.backward(loss, **kwargs)
+
+    def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
+        if optimizer is not self._optimizer:
+            return super().step(optimizer, precision, closure)
+        if closure is not None:
+            raise ValueError("DeepSpeed cannot step with a closure (LBFGS): use strategy='fsdp' or 'ddp'")
+        engine = self._engine
+        if not partitions.gradients(engine):
+            return None, True
+        engine.step()
+        if self._statistics and self.world.is_distributed:  # rank 0's, as under DDP
+            for buffer in self._statistics:
+                broadcast(buffer, 0)
+        return None, engine.was_step_applied()
+
+    def norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+        if self._engine is None:
+            return super().norm(parameters, norm_type)
+        if not self._engine.is_gradient_accumulation_boundary():  # no rank has a gradient of its own yet
+            return torch.full((), float("nan"), device=self.device)
+        return partitions.gradient_norm(self._engine, norm_type, self.device)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        if self._engine is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self._refuse_some_of_all("clip_grad_norm_", parameters)
+        total = self.norm((), norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        for piece in partitions.gradients(self._engine):
+            piece.mul_(factor.to(piece.device))
+        return total
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        if self._engine is None:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        self._refuse_some_of_all("clip_grad_value_", parameters)
+        most = clip_value * float(self._engine.optimizer.loss_scale)
+        for piece in partitions.gradients(self._engine):
+            piece.clamp_(-most, most)
+
+    def _refuse_some_of_all(self, call: str, parameters: Iterable[Tensor]) -> None:
+        own = {id(parameter) for group in self._groups for parameter in group if parameter.requires_grad}
+        if left := own - set(map(id, parameters)):
+            raise NotImplementedError(
+                f"{call}: DeepSpeed's gradients are clipped together, and {len(left)} of {len(own)} trained parameters "
+                "are not among these: pass model.parameters(), or use strategy='fsdp'"
+            )
+
+    # -- states
+
+    @property
+    def loss_scaler(self) -> Any:
+        """DeepSpeed's own scaler of losses; None before there is an engine."""
+        return None if self._engine is None else getattr(self._engine.optimizer, "loss_scaler", None)
+
+    def state_dict(self, model: Module) -> dict[str, Any]:
+        if not self._is_engine(model):
+            return super().state_dict(model)
+        return partitions.whole_model(self._engine, self.world.is_local_main_process)
+
+    def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
+        if self._is_engine(model):
+            partitions.load_whole_model(self._engine, state, options.get("strict", True))
+        else:
+            super().load_state_dict(model, state, **options)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        if optimizer is not self._optimizer:
+            return super().optimizer_state_dict(optimizer)
+        return partitions.whole_optimizer(self._engine, self._groups, self.world.is_main_process)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if optimizer is self._optimizer:
+            partitions.load_whole_optimizer(self._engine, self._groups, state)
+        else:
+            super().load_optimizer_state_dict(optimizer, state)
+
+    def forget(self) -> None:
+        if self._engine is not None:
+            self._engine.destroy()
+            self._let_go()
+
+    def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
+        self._make_whole()
+
+    def _make_whole(self) -> None:
+        """Make the trained model and its optimizer whole and plain on every rank. Collective."""
+        if self._engine is None or self._optimizer is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        partitions.dissolve(self._engine, self._optimizer, self._groups)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        vars(self._optimizer).pop("zero_grad", None)
+        self._engine = self._optimizer = None
+        self._groups, self._hooks, self._statistics = [], [], []
+        self._has_ended = True
+
+    def unwrap(self, model: Module) -> Module:
+        plain = without_compile(model)
+        return plain.module if is_engine(plain) else plain  # type: ignore[return-value]
+
+
+def is_engine(model: Module) -> bool:
+    """Return whether a model is an engine of DeepSpeed, in use or dissolved; without an import."""
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
+
+
+class _NotAtTheEnd:
+    """A block in which a backward does not end the accumulation window of an engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.set_gradient_accumulation_boundary(False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.set_gradient_accumulation_boundary(True)

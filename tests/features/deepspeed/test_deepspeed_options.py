@@ -1,0 +1,193 @@
+"""Options of the strategy "deepspeed": what they mean and what they refuse, without the package deepspeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel import Accelerator, DeepSpeedPlugin
+from nbaccel.base.settings import PARTITIONING, RunSettings
+from nbaccel.features import named
+from nbaccel.features.deepspeed.ds_config import filled
+from nbaccel.features.deepspeed.facts import Facts
+from nbaccel.features.deepspeed.native_build import kernels_of, move_stale_lock
+from nbaccel.utils import DummyOptim, DummyScheduler, HfDeepSpeedConfig
+
+CPU = torch.device("cpu")
+AUTO: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},
+}
+
+
+def _facts(**changes: Any) -> Facts:
+    optimizer = {"lr": 0.5, "betas": [0.9, 0.99], "weight_decay": 0.0}
+    schedule = {"warmup_num_steps": 7, "warmup_max_lr": 0.5}
+    return Facts(**{"is_dummy": True, "optimizer": optimizer, "schedule": schedule, "hidden_size": 64, **changes})
+
+
+def test_the_table_of_features_has_every_strategy_that_cuts_a_training() -> None:
+    assert named("--strategy ") == PARTITIONING
+
+
+def test_every_auto_is_filled_from_loader_optimizer_schedule_and_precision() -> None:
+    config = filled(DeepSpeedPlugin(AUTO), "bf16", 8, 4, _facts())
+    assert "auto" not in json.dumps(config)
+    assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (8, 32)
+    assert config["gradient_accumulation_steps"] == 1  # windows are counted by the Accelerator
+    assert (config["bf16"], config["fp16"]) == ({"enabled": True}, {"enabled": False})
+    assert config["optimizer"]["params"] == {"lr": 0.5, "betas": [0.9, 0.99], "weight_decay": 0.0}
+    assert config["scheduler"]["params"] == {"warmup_num_steps": 7, "warmup_max_lr": 0.5}
+    assert config["zero_optimization"]["reduce_bucket_size"] == 64 * 64
+    assert AUTO["bf16"] == {"enabled": "auto"}  # the program's dictionary stays as it is
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "says"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, {}, "is 4, and the first loader has batches of 8 per rank"),
+        ({}, {"is_dummy": False}, r"has an optimizer \(AdamW\), and the program prepares one of its own"),
+        ({"optimizer": None}, {}, "prepares DummyOptim, and it has no optimizer"),
+        ({}, {"schedule": None}, r"has a scheduler \(WarmupLR\), and the program prepares no DummyScheduler"),
+        ({"scheduler": None}, {"needs_schedule": True}, "prepares DummyScheduler without lr_scheduler_callable"),
+        ({"wall_clock": {"limit": "auto"}}, {}, r'has "auto" where nothing here says a value: wall_clock\.limit'),
+    ],
+)
+def test_each_contradiction_of_configuration_and_program_is_named(
+    changes: dict[str, Any], facts: dict[str, Any], says: str
+) -> None:
+    config = {name: value for name, value in {**AUTO, **changes}.items() if value is not None}
+    with pytest.raises(ValueError, match=says):
+        filled(DeepSpeedPlugin(config), "no", 8, 2, _facts(**facts))
+
+
+def test_all_contradictions_are_in_one_error() -> None:
+    with pytest.raises(ValueError, match=r"batches of 8 per rank; it has an optimizer .* per step|; .*; ") as caught:
+        config = {**AUTO, "train_micro_batch_size_per_gpu": 4}
+        filled(DeepSpeedPlugin(config), "no", 8, 2, _facts(is_dummy=False, schedule=None))
+    assert str(caught.value).count(";") == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"zero_stage": 0}, "zero_stage must be 1, 2 or 3, got 0: 0 keeps everything on every rank"),
+        ({"zero_stage": "two"}, "zero_stage must be a whole number, got 'two'"),
+        ({"zero_stage": 2, "hf_ds_config": {"zero_optimization": {"stage": 3}}}, "says stage: 3: give one of them"),
+        ({"offload_param_device": "cpu"}, "is for zero_stage=3, which cuts parameters, and the stage is 2"),
+        ({"offload_optimizer_device": "disk"}, "offload_optimizer_device must be none, cpu or nvme, got 'disk'"),
+        ({"offload_optimizer_device": "nvme"}, "needs offload_optimizer_nvme_path"),
+        ({"hf_ds_config": "no/such.json"}, "the DeepSpeed configuration no/such.json cannot be read"),
+    ],
+)
+def test_a_plugin_refuses_what_cannot_be(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DeepSpeedPlugin(**fields)
+
+
+def test_a_plugin_follows_what_accelerate_launch_has_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")
+    plugin = DeepSpeedPlugin()
+    assert (plugin.zero_stage, plugin.gradient_clipping, plugin.offload_param_device) == (3, 0.5, "cpu")
+    assert plugin.deepspeed_config["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert RunSettings.from_env().strategy == "deepspeed"
+
+
+def test_the_precision_is_that_of_one_side_or_of_both() -> None:
+    plugin = DeepSpeedPlugin({"bf16": {"enabled": True}})
+    assert [plugin.precision_of(name) for name in ("no", "bf16")] == ["bf16", "bf16"]
+    with pytest.raises(ValueError, match="mixed_precision='fp16', and the DeepSpeed configuration enables bf16"):
+        plugin.precision_of("fp16")
+
+
+def test_the_steps_of_a_window_are_said_once() -> None:
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
+    assert Accelerator(deepspeed_plugin=plugin, cpu=True).gradient_accumulation_steps == 4
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2, and the deepspeed_plugin says 4"):
+        Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+
+
+def test_a_plugin_chooses_its_strategy_and_no_other() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=1)
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    assert accelerator.deepspeed_plugin is accelerator.state.deepspeed_plugin is plugin
+    assert str(accelerator.distributed_type) == "DEEPSPEED"
+    assert Accelerator(cpu=True).deepspeed_plugin is None
+    with pytest.raises(ValueError, match=r"strategy='ddp' and a plugin, deepspeed_plugin, which is for"):
+        Accelerator(strategy="ddp", deepspeed_plugin=plugin)
+    with pytest.raises(TypeError, match=r"deepspeed_plugin takes a DeepSpeedPlugin of nbaccel\.utils, got builtins"):
+        Accelerator(deepspeed_plugin=object())
+
+
+def test_a_configuration_answers_questions() -> None:
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    assert (config.is_zero3(), config.is_zero2(), config.is_offload()) == (True, False, True)
+    assert config.get_value("zero_optimization.stage") == 3
+    assert config.get_value("fp16.enabled", "none") == "none"
+    assert not config.is_true("fp16.enabled")
+    assert not config.is_false("fp16.enabled")
+    config.del_config_sub_tree("zero_optimization.offload_param")
+    assert config.config == {"zero_optimization": {"stage": 3}}
+    with pytest.raises(ValueError, match=r"has no fp16\.enabled"):
+        config.del_config_sub_tree("fp16.enabled", must_exist=True)
+
+
+def test_placeholders_wait_for_the_engine() -> None:
+    optimizer = DummyOptim(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    assert DummyScheduler(optimizer, total_num_steps=5).get_last_lr() == [0.1]
+    with pytest.raises(RuntimeError, match="DummyOptim steps nothing by itself"):
+        optimizer.step()
+
+
+def test_only_a_configurations_optimizer_and_a_disk_need_a_build() -> None:
+    adam = {"optimizer": {"type": "AdamW"}}
+    assert list(kernels_of({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, CPU)) == []
+    assert list(kernels_of(adam, CPU)) == ["cpu_adam"]
+    assert list(kernels_of(adam, torch.device("cuda"))) == ["fused_adam"]
+    assert list(kernels_of({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, CPU)) == []
+    nvme = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
+    assert list(kernels_of(nvme, CPU)) == ["async_io"]
+
+
+def test_the_lock_of_a_killed_build_is_moved_away_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    assert move_stale_lock(tmp_path) == ""
+    lock = tmp_path / "lock"
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import os; os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); print(flush=True); input()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert f"waits for the build of process {holder.pid}" in move_stale_lock(tmp_path)
+        assert lock.exists()
+    finally:
+        holder.kill()
+        holder.communicate()
+    os.utime(lock, (lock.stat().st_atime, lock.stat().st_mtime - 120))
+    said = move_stale_lock(tmp_path)
+    assert f"{lock} was left by a build that was killed, 12" in said
+    assert not lock.exists()
+    assert len(list(tmp_path.glob("lock.left-*"))) == 1

@@ -1,0 +1,202 @@
+"""DeepSpeed trains like one process, in each stage; checkpoints and results are those of any other strategy."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nbaccel import Accelerator, DeepSpeedPlugin
+from nbaccel.errors import NotPrepared
+from nbaccel.testing import conformance, run_ranks
+from nbaccel.utils import DummyOptim, DummyScheduler
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed: make test-deepspeed"),
+    pytest.mark.timeout(600),
+]
+
+REFUSED = {
+    "plain": "a model that is prepared before its optimizer",
+    "two models": "a second trained model",
+    "out of memory": "gradients that forward_backward would lead",
+    "unused": "takes gradients that nobody computed as zeros, so weight decay moves what was not used",
+    "fp16": "DeepSpeed has no fp16 on the CPU",
+}
+"""Programs that ZeRO cannot train like one process, and why."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_trains_like_one_process(stage: int, ranks: int) -> None:
+    programs = [name for name in conformance.PROGRAMS if name not in REFUSED]
+    options = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)}
+    found = conformance.check("deepspeed", programs, ranks=ranks, options=lambda: options, timeout_s=400)
+    assert [result.program for result in found] == programs
+    assert not [str(result) for result in found if not result.is_within]
+
+
+class Net(nn.Module):
+    """Embeddings that are tied, a part that is frozen, and parameters of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.up, self.fixed, self.down = nn.Linear(6, 13), nn.Linear(13, 13), nn.Linear(13, 6)
+        self.head.weight = self.embed.weight
+        self.fixed.requires_grad_(False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(torch.tanh(self.fixed(self.up(self.embed(words))))))
+
+
+def _words(steps: int) -> torch.Tensor:
+    return torch.randint(0, 11, (steps * 8, 4), generator=torch.Generator().manual_seed(1))
+
+
+def _train(steps: int, options: dict[str, Any], folder: str = "", first: int = 0) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, **options)
+    torch.manual_seed(0)
+    model = Net()
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for weight in trained if weight.dim() > 1], "weight_decay": 0.1},
+        {"params": [weight for weight in trained if weight.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2 * accelerator.num_processes)
+    loader: Any = torch.utils.data.DataLoader(_words(steps), batch_size=8 // accelerator.num_processes)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    if first:
+        accelerator.load_state(folder)
+    for words in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()))
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    if folder and not first:
+        accelerator.save_state(folder)
+    state = accelerator.get_state_dict(model)
+    return {name: value.detach().clone() for name, value in state.items()} | {
+        "lr": torch.tensor(schedule.get_last_lr())
+    }
+
+
+def _largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_groups_a_schedule_short_windows_and_clipping_are_those_of_one_process(stage: int) -> None:
+    [alone] = run_ranks(1, lambda: _train(7, {}))
+    trained, *_ = run_ranks(2, lambda: _train(7, {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)}))
+    assert _largest(alone, trained) <= 1e-6
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_goes_on_in_any_strategy_and_in_one_process(stage: int, tmp_path: Path) -> None:
+    ours = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)}
+    folder = str(tmp_path / "checkpoint")
+    run_ranks(2, lambda: _train(6, ours, folder))
+    assert not list(tmp_path.rglob("*.pkl"))
+    assert not list(tmp_path.rglob("*.pt"))
+    results = {
+        "one process": run_ranks(1, lambda: _train(6, {}, folder, first=6))[0],
+        "ddp": run_ranks(2, lambda: _train(6, {"strategy": "ddp"}, folder, first=6))[0],
+        "fsdp": run_ranks(2, lambda: _train(6, {"strategy": "fsdp"}, folder, first=6))[0],
+        "deepspeed": run_ranks(2, lambda: _train(6, ours, folder, first=6))[0],
+    }
+    for name, result in results.items():
+        assert _largest(result, results["one process"]) <= 1e-6, name
+
+
+def _by_configuration(stage: int) -> tuple[list[float], float]:
+    config = {
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},
+        "gradient_clipping": 1.0,
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config))
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = DummyOptim([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
+    schedule = DummyScheduler(optimizer, warmup_num_steps=4)
+    loader: Any = torch.utils.data.DataLoader(_words(5), batch_size=4)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    losses = []
+    for words in loader:
+        loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, schedule.get_last_lr()[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_configuration_brings_optimizer_and_schedule(stage: int) -> None:
+    (losses, rate), *_ = run_ranks(2, lambda: _by_configuration(stage))
+    assert losses[-1] < losses[0]
+    assert rate == pytest.approx(1e-2)
+
+
+def _refusals() -> list[str]:
+    said = []
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    accelerator.prepare(first, torch.optim.SGD(first.parameters(), 0.1))
+    for call in (
+        lambda: accelerator.prepare(second, torch.optim.SGD(second.parameters(), 0.1)),
+        lambda: accelerator.clip_grad_norm_([first.weight], 1.0),
+        lambda: accelerator.prepare(torch.optim.SGD(accelerator.prepare(second).parameters(), 0.1)),
+    ):
+        try:
+            call()
+        except (NotImplementedError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_zero_cannot_do_is_refused_with_what_can() -> None:
+    second, clipping, late = run_ranks(2, _refusals)[0]
+    assert "DeepSpeed trains one model with one optimizer in a run" in second
+    assert "pass model.parameters()" in clipping
+    assert "prepare both in one call" in late
+
+
+def _one_after_the_other() -> tuple[list[str], list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kinds, losses = [], []
+    for options in ({"strategy": "ddp"}, {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)}, {"strategy": "fsdp"}):
+        accelerator = Accelerator(cpu=True, **options)
+        prepared, stepping = accelerator.prepare(model, optimizer)
+        loss = prepared(torch.ones(3, 4)).square().mean()
+        accelerator.backward(loss)
+        stepping.step()
+        stepping.zero_grad()
+        kinds.append(type(prepared).__name__)
+        losses.append(loss.item())
+        accelerator.destroy_process_group()
+        with pytest.raises(NotPrepared):
+            accelerator.backward(model(torch.ones(3, 4)).mean())
+        del accelerator, prepared, stepping
+    return kinds, losses
+
+
+def test_a_model_goes_from_ddp_to_deepspeed_to_fsdp() -> None:
+    kinds, losses = run_ranks(2, _one_after_the_other)[0]
+    assert "DeepSpeedEngine" in kinds
+    assert losses[0] > losses[1] > losses[2]
