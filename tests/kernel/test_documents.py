@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PAGES_WITH_CELLS = [
     page for page in PAGES if page.parent.name == "docs" and page.stem != "testing" and blocks(page, "python")
 ]
+KAGGLE = next(page for page in PAGES if page.name == "kaggle.md")
+
 SHORTER = ("--speed 3min", "--speed 20s")
 """A search for speed takes as long as it is told."""
 
@@ -81,6 +83,23 @@ def test_the_cells_of_a_page_run_one_after_the_other(kernel: RealKernel, page: P
     for block in blocks(page, "python"):
         cell = kernel.run(block.text.replace(*SHORTER), timeout_s=120)
         assert cell.status == "ok", f"{block}: {cell.error and cell.error.text}\n{cell.text}"
+
+
+@pytest.mark.full
+def test_the_page_on_kaggle_ends_in_a_resumed_session(tmp_path: Path) -> None:
+    """Two kernels, as two sessions: the second has the output of the first as its input."""
+    seed, train = [block.text for block in blocks(KAGGLE, "python")]
+    outputs, inputs = tmp_path / "nbaccel_checkpoints", tmp_path / "input"
+    for resume, begins in [("--resume", "nothing to resume in"), (f"--resume {inputs}", f"continuing from {inputs}")]:
+        kernel = RealKernel(NEWEST, tmp_path)
+        try:
+            kernel.do(SETUP.replace("x = ", f"{seed}x = ", 1))
+            session = train.replace("--resume", resume).replace("11h30m", "2s").replace("range(2)", "range(99)")
+            assert begins in kernel.run(session, timeout_s=90).succeeded().text
+        finally:
+            kernel.close()
+        if not inputs.exists():
+            outputs.rename(inputs)
 
 
 @pytest.mark.full
