@@ -162,12 +162,13 @@ notebooks: $(VENV)/.dev
 	$(VENV)/bin/python tests/stored_notebooks.py
 
 # The site: every page, the reference from docstrings, the notebooks as they are stored, and a search. It is opened as a
-# file, without a server or a network. A warning is an error. Half a minute, after its environment has been made.
+# file, without a server or a network. A warning is an error. Half a minute, after its environment has been made: all
+# pages are written each time, since each shows the menu.
 SITE ?= build/docs
 DOCTREES ?= build/doctrees
 
 docs: $(DOCS)/.stamp
-	@$(DOCS)/bin/python -m sphinx -q -W --keep-going -c docs/site -d $(DOCTREES) . $(SITE)
+	@$(DOCS)/bin/python -m sphinx -q -W --keep-going -E -a -c docs/site -d $(DOCTREES) . $(SITE)
 	@echo "$(SITE)/index.html"
 
 # The address of the repository, once it is published, into all that names it: `make address ADDRESS=https://...`.

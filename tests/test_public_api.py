@@ -94,6 +94,14 @@ def test_every_public_name_loads_and_says_what_it_is() -> None:
     assert not [name for name, value in values.items() if not callable(value)], "these cannot be called"
 
 
+@pytest.mark.parametrize("kind", [nbaccel.Accelerator, nbaccel.AcceleratorState], ids=lambda kind: kind.__name__)
+def test_notebooks_and_editors_show_the_arguments_of_a_class(kind: type) -> None:
+    """They ask `inspect.signature`, which looks at `__new__` first."""
+    of_init = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    assert list(inspect.signature(kind).parameters.values()) == of_init
+    assert "mixed_precision" in inspect.signature(kind).parameters
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'nbaccel' has no attribute 'Acelerator'"):
         nbaccel.Acelerator  # noqa: B018

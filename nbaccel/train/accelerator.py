@@ -220,6 +220,8 @@ class Accelerator(ProcessControl):
         self._lifecycle.bind()
         self._checkpoints.look_at_project_dir()
 
+    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # so that notebooks and editors show the arguments
+
     # -- who and where
 
     @property

@@ -178,6 +178,8 @@ class AcceleratorState(PartialState):
         self._asked = RunSettings(mixed_precision)
         super().__init__(cpu, **options)
 
+    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # so that notebooks and editors show the arguments
+
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
         """Have `is_initialized` say no until the next state is made; those that exist work on."""
