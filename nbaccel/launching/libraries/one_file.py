@@ -259,11 +259,8 @@ class _Follower:
                 return saves()
         if not self._is_told and is_users(sys._getframe(2).f_code.co_filename):  # nobody can name a library's files
             self._is_told = True
-            warnings.warn(
-                f"{os.path.basename(path)} is one file, saved by rank 0 of {self._world.world_size}; other ranks skip "
-                "a path that rank 0 saves. A file of each rank: put the rank into its name, or %%accelerate "
-                "--independent.",
-                stacklevel=3,
+            _say(
+                f"{os.path.basename(path)} is saved by rank 0 alone; for a file of each rank put the rank into its name"
             )
         return None
 
@@ -420,12 +417,16 @@ class _OpenedFiles:
                 return
             self._journal.note(_TOLD, "")
         name, ranks = os.path.basename(path), self._world.world_size
-        sys.stdout.write(
-            f"nbaccel: {name} {how} by more than one of {ranks} ranks: lines that are added stand "
-            "there once for each rank, and of a whole file the last rank's is left. Let one rank write it (if "
-            "accelerator.is_main_process:), or put the rank into its name\n"
+        _say(
+            f"{name} {how} by more than one of {ranks} ranks: lines that are added stand there once for each rank, and "
+            "of a whole file the last rank's is left. Let one rank write it (if accelerator.is_main_process:), or put "
+            "the rank into its name"
         )
-        sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"nbaccel: {text}\n")
+    sys.stdout.flush()
 
 
 def _wrap_mkdir(folders: _Folders) -> None:
