@@ -12,6 +12,7 @@ import pytest
 
 from environments import NEWEST, REPOSITORY
 from headless import execute
+from stored_notebooks import NOTEBOOKS as EXECUTED
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 
@@ -33,7 +34,7 @@ def is_run(cell: Any) -> bool:
     return bool(cell.cell_type == "code" and line.startswith(MAGIC) and not {"--check", "--speed"} & set(line.split()))
 
 
-NAMES = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb") if MAGIC in path.read_text(encoding="utf-8"))
+NAMES = sorted(path.name for path in EXECUTED if MAGIC in path.read_text(encoding="utf-8"))
 
 
 def checked(cell: Any) -> Any:

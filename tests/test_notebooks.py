@@ -67,7 +67,7 @@ def test_the_line_alone_trains_as_without_it_and_the_accelerate_template_with_it
     difference = re.search(r"weights with the line and without it differ by (\S+) of their size", said)
     assert difference is not None
     assert float(difference[1]) < 1e-3
-    assert "YourModel trained; checkpoints: checkpoint_epoch_0 checkpoint_epoch_1" in said
+    assert "YourModel trained; checkpoints: checkpoint_epoch_0 checkpoint_epoch_1 " in said
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     if num_processes == 2:  # one process is the notebook's own, where a bar is a widget
         assert "100%" in said, "the progress bar's last state stays in the file"

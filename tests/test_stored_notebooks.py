@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy
 import pytest
+from PIL import Image
 
 from environments import REPOSITORY
+from nbaccel.display.figure import PAPER
 from stored_notebooks import MOST_BYTES, NOTEBOOKS, belongs_together, presentable
 
 SHOWN = {
@@ -85,6 +90,36 @@ def test_what_is_of_one_machine_and_one_minute_is_left_out() -> None:
     assert presentable(printed, "/tmp/work1234").text == left
     shown = presentable(drawn, "/tmp/work1234")
     assert [shown.data["text/plain"], shown.metadata["text/plain"]["alt"]] == [left, left]
+
+
+def _pictures(path: Path) -> list[tuple[str, Image.Image]]:
+    """The pictures of runs in a stored notebook, with their words."""
+    outputs = [output for cell in nbformat.read(path, as_version=4).cells for output in cell.get("outputs", ())]
+    drawn = [output for output in outputs if "alt" in output.get("metadata", {}).get("image/png", {})]
+    return [
+        (output.data["text/plain"], Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB"))
+        for output in drawn
+    ]
+
+
+def _pixels_of(picture: Image.Image, colour: str) -> int:
+    """How many pixels have a colour, or a paler one: lines of ranks behind a smooth curve, and edges of thin ones."""
+    pixels = numpy.asarray(picture).astype(float)
+    wanted = numpy.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)])
+    far = [numpy.abs(pixels - (255 + (wanted - 255) * part)).max(axis=2) for part in (1.0, 0.8, 0.6, 0.45)]
+    return int((numpy.min(far, axis=0) <= 16).sum())
+
+
+@paths
+def test_every_curve_is_in_the_stored_pictures(path: Path) -> None:
+    """A picture that is stored with another palette loses curves. Each has a colour of its own, up to the sixth."""
+    for words, picture in _pictures(path):
+        compared = re.findall(r"^(\d+)\. .*: (?:done|stopped|failed)", words, re.M)
+        ranks = re.findall(r"rank \d+ ([\d.]+)", next(iter(re.findall(r"^\S*loss .*$", words, re.M)), ""))
+        curves = max(map(int, compared), default=0) or (len(ranks) if len({*ranks}) > 1 else 1)
+        colours = PAPER.ranks[: min(curves, len(PAPER.ranks))]
+        assert [_pixels_of(picture, colour) > 30 for colour in colours] == [True] * len(colours), words
+        assert picture.getpixel((0, 0)) == (255, 255, 255)
 
 
 def _without_pictures(output: Any) -> Any:

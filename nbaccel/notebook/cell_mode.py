@@ -94,7 +94,9 @@ class InRanks:
         """Start the run and let the cell end."""
         place = session.place()
         plan = replace(plan, spec=replace(plan.spec, no_restart=_MAY_HAVE_CHANGED))
-        run = session.begin(plan, session.show(plan, place.frames, place.screen))
+        shown = session.show(plan, place.frames, place.screen)
+        shown.write_heading()
+        run = session.begin(plan, shown)
         session.background.begin(run, lambda: session.conclude(run), plan.host, [session.rank_memory], [place.beside])
 
 
