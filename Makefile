@@ -186,7 +186,7 @@ dist: $(VENV)/.dev
 # The picture in the README, by a real browser.
 screenshot: $(VENV)/.dev $(COLAB)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m pytest -q tests/browser/test_readme.py --basetemp=build/screenshot
-	cp build/screenshot/test_*0/panel.png notebooks/panel.png
+	cp build/screenshot/test_*0/panel.png build/screenshot/test_*0/panel_words.txt notebooks/
 
 coverage: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python -m coverage run -m pytest $(PYTEST_ARGS)

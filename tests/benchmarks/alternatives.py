@@ -38,6 +38,39 @@ for epoch in range(3):
         optimizer.step()
 """
 
+# Where two ranks win on two cores: each sample is work in Python, which one process does on one core. As in the README.
+PAGES = """
+import re, torch, torch.nn.functional as F
+from pydoc_data.topics import topics
+from torch.utils.data import DataLoader, Dataset
+
+class Words(Dataset):
+    pages = [text[at:at + 2000] for text in topics.values() for at in range(0, len(text), 2000)]
+    def __len__(self): return len(self.pages)
+    def __getitem__(self, index):
+        counts = torch.zeros(5000)
+        for word in re.findall(r"\\w+", self.pages[index]):
+            counts[sum(word.encode()) * len(word) % 5000] += 1
+        return counts, int("class" in self.pages[index])
+
+model = torch.nn.Linear(5000, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = DataLoader(Words(), batch_size=32, shuffle=True)
+"""
+
+_PAGES_SETUP = f"""{PAGES}
+x, y = map(torch.stack, zip(*[(counts, torch.tensor(label)) for counts, label in Words()]))
+"""
+
+PAGES_LOOP = """
+for epoch in range(20):
+    for counts, labels in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(counts), labels)
+        loss.backward()
+        optimizer.step()
+"""
+
 _PREPARED = """
 model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(loader.dataset, 16, shuffle=True))
 for epoch in range(3):
@@ -114,6 +147,11 @@ WAYS: Mapping[str, Way] = {
     "Accelerate's notebook_launcher": Way("from accelerate import Accelerator, notebook_launcher", _ACCELERATE),
     "nbaccel's %%accelerate, prepared": Way("%load_ext nbaccel", f"%%accelerate --cpu -n 2{_PREPARED}"),
     "nbaccel's %%accelerate, one line": Way("%load_ext nbaccel", f"%%accelerate --cpu -n 2{_LOOP}"),
+    "nbaccel's %%accelerate -n 1, one line": Way("%load_ext nbaccel", f"%%accelerate --cpu -n 1{_LOOP}"),
+    "samples made in Python, the loop in the kernel": Way(_PAGES_SETUP, PAGES_LOOP),
+    "samples made in Python, %%accelerate -n 2": Way(
+        f"%load_ext nbaccel\n{_PAGES_SETUP}", f"%%accelerate --cpu -n 2{PAGES_LOOP}"
+    ),
 }
 
 _NEEDS = {"Accelerate's notebook_launcher": "accelerate"}

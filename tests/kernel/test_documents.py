@@ -33,19 +33,6 @@ LIBRARIES = {
         model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
         dataset = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (32, 16))]
     """,
-    "trl": """
-        from datasets import Dataset
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-        words = {word: index for index, word in enumerate(["[UNK]", "[PAD]", "</s>", "a", "b", "c"])}
-        plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-        plain.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=plain, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>"
-        )
-        texts = Dataset.from_dict({"text": ["a b c", "b c a"] * 16})
-    """,
-    "peft": "",
     "lightning": """
         import lightning
         class Classifier(lightning.LightningModule):
@@ -57,10 +44,6 @@ LIBRARIES = {
             def configure_optimizers(self):
                 return torch.optim.SGD(self.parameters(), lr=0.1)
         module = Classifier()
-    """,
-    "timm": """
-        pictures = TensorDataset(torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)))
-        loader = DataLoader(pictures, batch_size=4)
     """,
 }
 """What the notebook has before the README's cell of each library, in their order there."""

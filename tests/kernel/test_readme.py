@@ -10,6 +10,7 @@ import pytest
 
 from documents import README, blocks
 from kernel.harness import RealKernel
+from panel_words import panel_words
 
 _REFERENCE = """
 import copy
@@ -87,6 +88,20 @@ def test_what_the_readme_shows_of_its_first_cell_is_what_it_prints(fresh: RealKe
     fresh.do(setup)
     printed = fresh.do(cell).stdout
     assert sorted(_forms(printed)) == sorted(_forms(shown))  # a line of one rank may come before another's
+
+
+def test_the_panel_in_the_readmes_picture_has_the_words_of_todays(fresh: RealKernel) -> None:
+    """`make screenshot` takes the picture anew, and writes its words beside it."""
+    setup, cell, _ = readme_blocks()
+    fresh.do(setup)
+    frames = [
+        frame["text/html"] for frame in fresh.do(cell.replace("range(3)", "range(30)")).frames if "text/html" in frame
+    ]
+    running = [frame for frame in frames if "running</b>" in frame and "<figure" in frame and "<td>" in frame]
+    words = panel_words(running[-1])
+    stored = (README.parent / "notebooks" / "panel_words.txt").read_text()
+    # A browser has a button for the hint that stands here.
+    assert words.replace(" Stop: interrupt the kernel", "") == stored
 
 
 @pytest.mark.full
