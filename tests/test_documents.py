@@ -97,6 +97,21 @@ def test_a_guide_begins_with_what_to_write() -> None:
     assert not {name: line for name, line in first.items() if line is None or line > 15}
 
 
+def test_terms_that_people_search_for_stand_in_a_heading() -> None:
+    headings = "\n".join(
+        re.findall(r"^#+ .*$", "\n".join(page.read_text() for page in DOCS.glob("*.md")), re.M)
+    ).lower()
+    terms = [
+        "gradient accumulation",
+        "GradScaler",
+        "autocast",
+        "DistributedSampler",
+        "effective batch size",
+        "best model",
+    ]
+    assert not [term for term in [*terms, "wandb", "FSDP", "QLoRA", "out of memory"] if term.lower() not in headings]
+
+
 def test_the_first_cell_is_that_of_the_readme() -> None:
     """All pages continue a notebook that begins with it."""
     assert blocks(DOCS / "first-cell.md", "python")[0].text == blocks(README, "python")[0].text
