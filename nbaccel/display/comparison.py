@@ -169,7 +169,8 @@ def _spark(name: str, mean: Line) -> str:
 
 _WIDTH_IN, _LINE_IN, _LEAST_IN = 9.4, 0.17, 2.7
 _MOST_LINES = 16
-_LONGEST_TITLE = 34
+_LONGEST_TITLE, _LONGEST_LINE = 34, 44
+"""Characters of a title, and of a title with the words beside it."""
 _UNNAMED = "#8b909880"
 _MOST_HELD_OUT = 8
 """Number of runs up to which their curves on held-out data are drawn, too: of more, nobody tells them apart."""
@@ -244,10 +245,12 @@ def _lines(axes: Axes, comparison: RunComparison, rows: Sequence[RunRow]) -> Non
             at += 1
         if row.curve:
             _sample(axes, row.number - 1, at)
-        title = row.title if len(row.title) <= _LONGEST_TITLE else f"{row.title[: _LONGEST_TITLE - 1]}…"
-        words = ["" if row.word == "done" else row.word, f"{row.name} {number(row.latest)}" if row.name else ""]
-        write(0.1, at, f"{row.label or f'{row.number}.'} {title}")
-        write(0.84, at, ", ".join(filter(None, words)), ha="right")
+        parts = ["" if row.word == "done" else row.word, f"{row.name} {number(row.latest)}" if row.name else ""]
+        words, label = ", ".join(filter(None, parts)), row.label or f"{row.number}."
+        most = min(_LONGEST_TITLE, max(8, _LONGEST_LINE - len(words) - len(label)))
+        title = row.title if len(row.title) <= most else f"{row.title[: most - 1]}…"
+        write(0.1, at, f"{label} {title}")
+        write(0.84, at, words, ha="right")
         write(1.0, at, duration(row.seconds), ha="right")
         at += 1
 

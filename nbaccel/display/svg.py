@@ -271,11 +271,14 @@ STYLE = (
     "@container(max-width:860px){.nbaccel .of2{flex-direction:column}.nbaccel .of2>*{flex:none}}"
     "@container(max-width:660px){.nbaccel .body{flex-direction:column}.nbaccel .body>*{flex:none}"
     ".nbaccel .of3>.plots{grid-template-columns:repeat(2,minmax(0,1fr))}}"
+    "@container(max-width:500px){.nbaccel .bar{display:none}}"
     "@container(max-width:420px){.nbaccel .row.at{display:block;height:40px}"
     ".nbaccel .body>.plots{grid-template-columns:minmax(0,1fr)}"
-    ".nbaccel .bar,.nbaccel .swatch,.nbaccel .row>.fits+span.soft{display:none}"
+    ".nbaccel .swatch,.nbaccel .row>.fits+span.soft{display:none}"
     ".nbaccel th,.nbaccel td{padding-left:10px}}"
     # At this width the name of the device does not fit.
     "@container(max-width:330px){.nbaccel .ranks :is(th,td):nth-last-child(3){display:none}"
-    ".nbaccel table{font-size:10px}.nbaccel th,.nbaccel td{padding-left:4px}}"
+    ".nbaccel table{font-size:10px}.nbaccel th,.nbaccel td{padding-left:4px}"
+    ".nbaccel .row.at{height:60px}.nbaccel .at>.fits:first-child{display:block;height:40px;white-space:normal}}"
+    "@container(max-width:230px){.nbaccel .ranks :is(th,td):last-child{display:none}}"
 )

@@ -132,36 +132,45 @@ MEASURES = """panel => {
     const [own, curves, table] = [panel.getBoundingClientRect(), place('.plots'), place('table')];
     const out = [...panel.querySelectorAll('th, td, svg, figure, .axis span, .fits, progress')].filter(part => {
         const box = part.getBoundingClientRect();
-        return box.width > 0 && (box.right > own.right || box.left < own.left || box.bottom > own.bottom);
+        return box.width > 0 && (box.right > own.right - 12 || box.left < own.left || box.bottom > own.bottom);
     });
     const hidden = [...panel.querySelectorAll('.fits > *')].filter(part => part.scrollWidth > part.clientWidth + 1
         && part.getBoundingClientRect().top < part.parentElement.getBoundingClientRect().bottom - 1);
     const axis = place('.axis span'), curve = place('.plot svg');
+    const line = panel.querySelector('.at > .fits').getBoundingClientRect();
+    const where = [...panel.querySelectorAll('.at > .fits:first-child > *')]
+        .filter(part => part.getBoundingClientRect().top < line.bottom - 1).map(part => part.textContent).join('');
     return {
-        is_below: table.top >= curves.bottom, is_beside: table.left >= curves.right, height: own.height,
+        where, is_below: table.top >= curves.bottom, is_beside: table.left >= curves.right, height: own.height,
         out: out.map(part => part.outerHTML), cut: hidden.map(part => part.outerHTML), touches: axis.right > curve.left,
     };
 }"""
 
 
 @pytest.mark.full
-def test_in_a_narrow_window_the_table_stands_below_and_nothing_is_cut_off(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook(MAKES_A_RUN, SHOWS_ITS_PICTURE, is_dark=True)
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_in_a_narrow_window_the_table_stands_below_and_nothing_is_cut_off(
+    open_notebook: OpenNotebook, is_dark: bool, tmp_path: Path
+) -> None:
+    notebook = open_notebook(MAKES_A_RUN, SHOWS_ITS_PICTURE, is_dark=is_dark)
     notebook.run(0)
     panel = notebook.output(0).locator("div.nbaccel")
     seen = {}
-    for width in (620, 900, 1500):
+    for width in (600, 900, 1500):
         notebook.page.set_viewport_size({"width": width, "height": 900})
         notebook.page.wait_for_timeout(300)  # the page follows a new width within some frames
         seen[width] = panel.evaluate(MEASURES)
         assert (seen[width]["out"], seen[width]["cut"], seen[width]["touches"]) == ([], [], False)
+        assert seen[width]["where"].startswith("epoch 1/3, batch 40/400, step 40"), "the position is what is kept"
+        notebook.shoot(tmp_path / f"panel-{width}.png")
     assert [seen[width]["is_below"] for width in seen] == [True, True, False]
     assert seen[1500]["is_beside"]
-    assert seen[620]["height"] > seen[900]["height"] > seen[1500]["height"]
+    assert seen[600]["height"] > seen[900]["height"] > seen[1500]["height"]
     notebook.run(1)
     picture = notebook.output(1).locator("img")
     ground = Image.open(io.BytesIO(picture.screenshot())).convert("RGB").getpixel((2, 2))
-    assert ground == (17, 17, 17), "the page does not show through"
+    assert ground == (255, 255, 255), "a picture brings its paper"
+    notebook.shoot(tmp_path / "picture.png")
 
 
 @pytest.mark.full

@@ -85,8 +85,20 @@ def test_everybody_can_read_the_table_and_the_panel(
     notebook.shoot(tmp_path / "panel.png", "#panel")
 
 
+LONG_RUNS = """
+trouble = ValueError("expected 10 classes, got 11: look at the last batch of the data set")
+for title, flags in (
+    ("sweep of train_one_fold_of_many (15 runs)", "-n 2 --sweep fold=0-4 learning_rate=1e-2,1e-3,3e-3"),
+    ("map of embed_all_of_the_pages", "--checkpoint-every=100steps --checkpoint-dir=/kaggle/working/a"),
+):
+    run = Run([None], history, trouble, "fork", "", "", 20_500.0, facts=RunFacts(title))
+    run.origin = RunOrigin(flags, {}, 382175, time.time())
+    runs.add(run.light())
+runs"""
+
+
 def test_in_a_narrow_window_the_table_leaves_columns_out(open_notebook: OpenNotebook, tmp_path: Path) -> None:
-    notebook = open_notebook(MAKES_RUNS, SHOWS_A_PANEL, is_dark=True)
+    notebook = open_notebook(MAKES_RUNS.removesuffix("\nruns") + LONG_RUNS, SHOWS_A_PANEL, is_dark=True)
     notebook.run(0)
     notebook.run(1)
     table = notebook.output(0).locator("div.nbaccel.runs")

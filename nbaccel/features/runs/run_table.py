@@ -29,7 +29,8 @@ __all__ = [
 _STYLE = (
     f"{STYLE}.nbaccel.runs.all{{max-height:440px}}"
     ".nbaccel.all td,.nbaccel.all th{vertical-align:top;line-height:22px}.nbaccel.all td.left{white-space:normal}"
-    ".nbaccel.all td.name{white-space:nowrap}.nbaccel.all td span{display:inline-block;white-space:pre}"
+    ".nbaccel.all td.name{overflow-wrap:anywhere;min-width:6em}.nbaccel.all td.left.wide{min-width:9em}"
+    ".nbaccel.all td span{display:inline-block;white-space:pre-wrap;overflow-wrap:anywhere}"
     ".nbaccel.all svg{max-width:60px}@container(max-width:860px){.nbaccel .widest{display:none}}"
     "@container(max-width:560px){.nbaccel .wide{display:none}}"
 )
