@@ -15,10 +15,15 @@ from kernel.harness import RealKernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
+NOT_ONE_AFTER_THE_OTHER = {"testing", "libraries"}
+"""Pages with tests of their own."""
+
 PAGES_WITH_CELLS = [
-    page for page in PAGES if page.parent.name == "docs" and page.stem != "testing" and blocks(page, "python")
+    page
+    for page in PAGES
+    if page.parent.name == "docs" and page.stem not in NOT_ONE_AFTER_THE_OTHER and blocks(page, "python")
 ]
-KAGGLE = next(page for page in PAGES if page.name == "kaggle.md")
+KAGGLE, WITH_LIBRARIES = [README.parent / "docs" / f"{name}.md" for name in ("kaggle", "libraries")]
 
 SHORTER = ("--speed 3min", "--speed 20s")
 """A search for speed takes as long as it is told."""
@@ -33,6 +38,19 @@ LIBRARIES = {
         model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
         dataset = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (32, 16))]
     """,
+    "trl": """
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+        words = {word: index for index, word in enumerate(["[UNK]", "[PAD]", "</s>", "a", "b", "c"])}
+        plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        plain.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=plain, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>"
+        )
+        texts = Dataset.from_dict({"text": ["a b c", "b c a"] * 16})
+    """,
+    "peft": "",
     "lightning": """
         import lightning
         class Classifier(lightning.LightningModule):
@@ -45,8 +63,12 @@ LIBRARIES = {
                 return torch.optim.SGD(self.parameters(), lr=0.1)
         module = Classifier()
     """,
+    "timm": """
+        pictures = TensorDataset(torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)))
+        loader = DataLoader(pictures, batch_size=4)
+    """,
 }
-"""What the notebook has before the README's cell of each library, in their order there."""
+"""What the notebook has before the cell of each library in docs/libraries.md, in their order there."""
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +108,9 @@ def test_the_page_on_kaggle_ends_in_a_resumed_session(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_readmes_cells_with_libraries_train_what_the_notebook_has(kernel: RealKernel) -> None:
+def test_cells_with_libraries_train_what_the_notebook_has(kernel: RealKernel) -> None:
     """Those of packages that the tests have; the others run where somebody has installed them."""
-    cells = _cells_with_libraries()
+    cells = {_library(block): block for block in blocks(WITH_LIBRARIES, "python")}
     assert list(cells) == list(LIBRARIES), "in the order in which they stand there"
     kernel.do(SETUP)
     for name, block in cells.items():
@@ -100,9 +122,12 @@ def test_the_readmes_cells_with_libraries_train_what_the_notebook_has(kernel: Re
         assert re.search(r"brought back: .*\([\d.]+( [kM])? parameters\)", cell.stdout), f"{block}\n{cell.text}"
 
 
-def _cells_with_libraries() -> dict[str, Block]:
-    text = README.read_text()
-    first = text.count("\n", 0, text.index("## With a library"))
-    last = text.count("\n", 0, text.index("## Coming from Accelerate"))
-    cells = [block for block in blocks(README, "python") if first < block.line < last]
-    return {re.findall(r"^(?:from|import) (\w+)", block.text, re.M)[0]: block for block in cells}
+def test_the_readmes_cells_with_libraries_stand_on_their_page() -> None:
+    section = README.read_text().partition("## With a library")[2].partition("\n## ")[0]
+    shown = {block.text for block in blocks(README, "python") if block.text in section}
+    assert shown
+    assert shown <= {block.text for block in blocks(WITH_LIBRARIES, "python")}
+
+
+def _library(block: Block) -> str:
+    return re.findall(r"^(?:from|import) (\w+)", block.text, re.M)[0]
