@@ -59,9 +59,9 @@ _MOST_NAMED = 3
 _MOST_FACTS = 1_000
 """Plain values of names that are kept for a comparison."""
 
-Remade = Callable[[DataLoader[Any], Any, Any, int], Any]
+Remade = Callable[[DataLoader[Any], Any, Any, int, Any], Any]
 """Makes an iterator of a loader that has handed out so many batches, from the random states at its making and first
-draw; nothing is fetched."""
+draw, and the begin of its pass; nothing is fetched."""
 
 _OTHER = (
     "other than in the run that is continued. The cells above, or the lines before the loop, draw it anew (seed them), "
@@ -545,7 +545,8 @@ def _iterator(encoder: Encoder, root: str, iterator: Any) -> Any:
     if (loader := drawn.loader()) is None:
         _refuse(local_name(root), "an iterator of a loader that is gone")
     try:
-        return ["iterator", *map(encoder.encoded, (loader, drawn.created, drawn.first)), batches_taken(iterator)]
+        states = map(encoder.encoded, (loader, drawn.created, drawn.first, batches_taken(iterator)))
+        return ["iterator", *states, encoder.encoded(drawn.begin_of_pass())]
     except NoData as error:
         _refuse(f"what {local_name(root)} reads{error.steps}", error.what)
 
@@ -554,11 +555,11 @@ def _is_iterator(value: Any) -> bool:
     return type(value) is list and value[:1] == ["iterator"]
 
 
-def _remade(remade: Remade, loader: Any, created: Any, first: Any, taken: Any) -> Any:
+def _remade(remade: Remade, loader: Any, created: Any, first: Any, taken: Any, begin: Any) -> Any:
     """Return an iterator of a loader of the notebook at its position; nothing is fetched."""
     if not isinstance(loader, DataLoader) or type(taken) is not int or taken < 0:
         raise ValueError("an iterator of no loader")
-    return remade(loader, created, first, taken)
+    return remade(loader, created, first, taken, begin)
 
 
 def _facts(head: HeadState, names: Collection[str]) -> dict[str, Any]:

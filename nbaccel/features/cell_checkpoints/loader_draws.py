@@ -19,6 +19,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -60,7 +61,7 @@ class LoaderDraw:
     """The states with which one iterator of a loader drew.
 
     Args:
-        loader: Returns its loader, if that still exists.
+        loader, iterator: Return its loader, and itself, if these still exist.
         parts: What draws its order, see `_parts_of`.
         created: The state when it was made.
         first: The state before its first batch; None if that has not come.
@@ -70,6 +71,7 @@ class LoaderDraw:
     """
 
     loader: weakref.ref[Any]
+    iterator: weakref.ref[Any]
     parts: list[Any]
     created: dict[str, Any]
     first: dict[str, Any] | None = None
@@ -96,7 +98,14 @@ class LoaderDraw:
 
     def record(self) -> dict[str, Any]:
         """Return what `LoaderDraws.passing` needs."""
-        return {"created": self.created, "first": self.first, "order": [self.count, *self.recent]}
+        order = [self.count, *self.recent]
+        return {"created": self.created, "first": self.first, "order": order, "begin": self.begin_of_pass()}
+
+    def begin_of_pass(self) -> list[Any] | None:
+        """Return how its pass began, as JSON; None in a rank that is alone, and once the iterator is gone."""
+        iterator = self.iterator()
+        begin = None if iterator is None else loader_pass.begin_of(iterator)
+        return None if begin is None else list(begin)
 
     def draws_as(self, record: Mapping[str, Any]) -> bool:
         """Return whether the batches that both have drawn last are the same.
@@ -186,9 +195,11 @@ class LoaderDraws:
         if record is not None:
             _restore(parts, record["created"])
         created = _states(parts)
-        iterator = real(loader)
+        with nullcontext() if record is None else loaders.beginning_as(_begin(record["begin"])):
+            iterator = real(loader)
         if isinstance(iterator, _BaseDataLoaderIter):
-            drawn = LoaderDraw(weakref.ref(loader), parts, created, again=None if record is None else record["first"])
+            again = None if record is None else record["first"]
+            drawn = LoaderDraw(weakref.ref(loader), weakref.ref(iterator), parts, created, again=again)
             drawn.count = loader_pass.batches_ahead(iterator)  # of worker processes, with its making
             iterator.__dict__[DRAWN] = drawn
             iterator._sampler_iter = _Noted(iterator._sampler_iter, drawn)
@@ -333,15 +344,20 @@ def _draw(iterator: Any) -> None:
     loader_pass.pass_over(iterator, 1)
 
 
-def remade(loader: Any, created: dict[str, Any], first: dict[str, Any] | None, taken: int) -> Any:
+def _begin(begin: Any) -> loader_pass.PassBegin | None:
+    return None if begin is None else loader_pass.PassBegin(*begin)
+
+
+def remade(loader: Any, created: dict[str, Any], first: dict[str, Any] | None, taken: int, begin: Any) -> Any:
     """Return an iterator of `loader` that has handed out `taken` batches.
 
     Args:
-        created, first: Its states, see `LoaderDraw`.
+        created, first, begin: Its states, and the begin of its pass, see `LoaderDraw`.
     """
     kept, parts = random_states.read(), _parts_of(loader)
     _restore(parts, created)
-    iterator = iter(loader)
+    with loaders.beginning_as(_begin(begin)):
+        iterator = iter(loader)
     if first is not None:
         _restore(parts, first)
         drawn = iterator.__dict__.get(DRAWN)

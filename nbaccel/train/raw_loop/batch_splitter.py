@@ -30,6 +30,7 @@ from nbaccel.train.raw_loop.loader_pass import (
     REMEMBERED,
     SHARED_PASS,
     BatchesByPass,
+    PassBegin,
     PassGauges,
     Place,
     SharedPass,
@@ -155,6 +156,7 @@ class BatchSplitter:
         self._thread = threading.get_ident()
         self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
         self._whole: set[tuple[Any, ...]] = set()  # keys of passes that are not to be split
+        self.next_begin: PassBegin | None = None
         self._lasting: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # keys that hold in another process, by key
         self._known: dict[tuple[Any, ...], Any] = {}  # by such keys: what another process has known of passes
         self._told: set[tuple[Any, ...]] = set()
@@ -195,7 +197,9 @@ class BatchSplitter:
         for key, lasting in self._lasting.items():
             layout = self._layouts.get(lasting[:3])
             known = None if layout is None else vars(layout)
-            self._known[lasting] = self._trained.get(key), key in self._whole, self._cutter.cuts[key], known
+            found = self._trained.get(key), key in self._whole, self._cutter.cuts[key], known
+            if any(found) or found[0] is not None:  # otherwise another process knows more
+                self._known[lasting] = found
         return {"streams": self._streams.state(), "passes": self._known}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -212,9 +216,12 @@ class BatchSplitter:
         """The progress of passes."""
         return self._gauges
 
-    def _remember(self, key: tuple[Any, ...]) -> None:
-        """Use what another process has known of the pass that begins with `key`."""
-        lasting = self._lasting[key] = (*key[:3], lasting_place(), *key[4:])
+    def _remember(self, key: tuple[Any, ...], place: int) -> None:
+        """Use what another process has known of the pass that begins with `key`, or this one of one that went on."""
+        lasting = (*key[:3], place, *key[4:])
+        if lasting in self._lasting:  # a pass that was made anew elsewhere
+            self.state()
+        self._lasting[key] = lasting
         if key in self._trained or lasting not in self._known:
             return
         trained, is_whole, cuts, layout = self._known[lasting]
@@ -361,9 +368,11 @@ class BatchSplitter:
             old.is_over = True
         size, is_map, kind = batch_size_of(iterator, loader), makes_of_indices(iterator), type(iterator._dataset)
         modes = torch.is_grad_enabled(), self._is_training()
-        key = key_of(iterator, size, *modes)
+        key, begin = key_of(iterator, size, *modes), self.next_begin
+        if begin is not None and begin.place != lasting_place():  # it is made anew elsewhere than it was made
+            key = (*key[:3], begin.place, *key[4:])
         if key not in self._lasting:
-            self._remember(key)
+            self._remember(key, lasting_place() if begin is None else begin.place)
         lead, ahead = self._trained.get(key, (0, None))
         is_shared_out = shares_out(iterator)
         self.is_shared_out = self.is_shared_out or is_shared_out
@@ -374,23 +383,30 @@ class BatchSplitter:
             self._task,
             key,
             size,
-            gauge=self._gauges.begin(key, iterator, batches, modes[0]),
+            gauge=self._gauges.begin(key, iterator, batches, modes[0], self._lasting[key][3]),
             name=(users_name(loader) if loader is not None else "") or nameless(kind),
             iterator_of=lambda: None,  # type: ignore[arg-type]  # set below
             may_split=not is_shared_out and (loader is not None or not iterator._num_workers),
             is_map=is_map,
             is_collated=bool(iterator._auto_collation),
             is_shared_out=is_shared_out,
+            place=self._lasting[key][3],
+            cuts=self._cutter.cuts[key],
             lead=lead,
             ahead=ahead,
         )
         if is_map and this.is_collated and self._mode == SPLIT and is_own(iterator._collate_fn):
             this.layout = self._layouts.setdefault(this.loader, Layout())
         self._whole |= {key} if self._keeps_whole else set()
+        if begin is not None:
+            this.cut_from, this.sliced_from, this.cuts = begin.cut_from, begin.sliced_from, begin.cuts
+            if iterator._num_workers or not is_map:  # otherwise nothing is cut while it is passed over
+                self._cutter.cuts[key] = begin.cuts
         is_known = (lead > 0 or (self._is_short and all(modes))) and not self._is_lazy()
-        this.is_split = this.began_split = this.may_split and is_known and key not in self._whole
+        this.is_split = this.may_split and is_known and key not in self._whole
+        this.began_split = this.is_split and not this.cut_from
         this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
-        if this.is_split and this.cuts_indices and iterator._num_workers:
+        if this.began_split and this.cuts_indices and iterator._num_workers:
             iterator._base_seed = mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
         iterator.__dict__[SHARED_PASS] = this
         self._settle()
@@ -402,7 +418,9 @@ class BatchSplitter:
         self._streams.common()
         if not this.is_map:
             return real(iterator)
-        is_split = this.is_split and torch.is_grad_enabled()
+        is_split = this.is_split and torch.is_grad_enabled() and this.drawn >= (this.cut_from or 0)
+        if is_split and this.cut_from is None:
+            this.cut_from = this.drawn
         if self._mode == EACH:
             index, is_apart = self._next_own(this, lambda: real(iterator), is_split)
             count = samples_of_index(index, this.is_collated)
@@ -411,6 +429,7 @@ class BatchSplitter:
             index, label = this.indices.popleft()
         else:
             index = real(iterator)
+            this.drawn += 1
             count = samples_of_index(index, this.is_collated)
             label = Label(False, count, count)
             if is_split and this.cuts_indices and count >= self._world_size:
@@ -443,7 +462,9 @@ class BatchSplitter:
             return batch
         self._streams.common()
         self._drawn = iterator
-        is_split = this.is_split and torch.is_grad_enabled()
+        is_split = this.is_split and torch.is_grad_enabled() and this.gauge.taken >= (this.sliced_from or 0)
+        if is_split and this.sliced_from is None:
+            this.sliced_from = this.gauge.taken
         try:
             if this.is_map or self._mode == SPLIT:
                 batch, is_apart = real(iterator), False

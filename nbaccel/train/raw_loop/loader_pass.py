@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from nbaccel.base.events import Gauge, LoopEntered, Progress, emit
 from nbaccel.base.quantities import length_or_none
 from nbaccel.errors import NotPrepared
-from nbaccel.train.distributed.callers import lasting_place, place_of_call
+from nbaccel.train.distributed.callers import place_of_call
 from nbaccel.train.raw_loop.batch_parts import GivenBatches, Label, Layout
 
 __all__ = [
@@ -27,11 +27,13 @@ __all__ = [
     "SHARED_PASS",
     "BatchesByPass",
     "LoaderPass",
+    "PassBegin",
     "PassGauge",
     "PassGauges",
     "PassKey",
     "Place",
     "SharedPass",
+    "begin_of",
     "has_parts",
     "key_of",
     "not_trained",
@@ -179,6 +181,22 @@ def _nothing() -> None:
     return None
 
 
+class PassBegin(NamedTuple):
+    """How a pass began: one that goes on in another process begins so, and its batches are cut as they were.
+
+    Args:
+        place: See `lasting_place`.
+        cut_from: How many batches it had drawn when they began to be cut; None if they were not.
+        sliced_from: How many it had handed out then.
+        cuts: How many batches had been cut at that place before it: the first ones are cut unevenly.
+    """
+
+    place: int
+    cut_from: int | None
+    sliced_from: int | None
+    cuts: int
+
+
 LONE_PASS, SHARED_PASS = "_nbaccel_lone_pass", "_nbaccel_pass"
 """The attributes of an iterator that hold its pass."""
 
@@ -189,6 +207,18 @@ def pass_over(iterator: Any, count: int) -> None:
         if (this := iterator.__dict__.get(name)) is not None:
             this.gauge.taken += count
             this.gauge.passed_over += count
+            if isinstance(this, SharedPass):
+                this.drawn += count
+
+
+def begin_of(iterator: Any) -> PassBegin | None:
+    """Return how the pass of an iterator began; None in a rank that is alone."""
+    this: SharedPass | None = iterator.__dict__.get(SHARED_PASS)
+    if this is None:
+        return None
+    drawn, taken = (this.drawn, this.gauge.taken) if this.is_split else (None, None)
+    cut_from = drawn if this.cut_from is None else this.cut_from
+    return PassBegin(this.place, cut_from, taken if this.sliced_from is None else this.sliced_from, this.cuts)
 
 
 def batches_taken(iterator: Any) -> int:
@@ -246,10 +276,14 @@ class PassGauges:
                 gauge.epoch, gauge.is_counted = under_way, True
             self._epochs[key] = count
 
-    def begin(self, key: PassKey, iterator: Any, batches: int | None, may_train: bool) -> PassGauge:
-        """Return the gauge of a pass that begins, and report it; the one before it at the same place is over."""
+    def begin(self, key: PassKey, iterator: Any, batches: int | None, may_train: bool, place: int) -> PassGauge:
+        """Return the gauge of a pass that begins, and report it; the one before it at the same place is over.
+
+        Args:
+            place: See `lasting_place`.
+        """
         if key not in self._lasting:
-            lasting = self._lasting[key] = (*key[:3], lasting_place(), may_train)
+            lasting = self._lasting[key] = (*key[:3], place, may_train)
             self._epochs[key], _ = self._known.get(lasting, (0, None))
         gauge = PassGauge(self._steps, self._rates, batches, self._epochs[key], may_train)
         alive = weakref.ref(iterator)
@@ -305,6 +339,9 @@ class SharedPass(LoaderPass):
         is_map: Batches are made of indices.
         is_collated: Of several samples.
         is_shared_out: Ranks have batches of their own already.
+        place: See `lasting_place`.
+        drawn: Batches that it has drawn.
+        cut_from, sliced_from, cuts: See `PassBegin`.
         layout: The layout of batches that a function of the program's own makes.
         loop: What was reported of it, and when.
         lead: Batches that were taken before the first backward, once known.
@@ -321,6 +358,11 @@ class SharedPass(LoaderPass):
     is_map: bool
     is_collated: bool
     is_shared_out: bool
+    place: int
+    cuts: int
+    drawn: int = 0
+    cut_from: int | None = None
+    sliced_from: int | None = None
     layout: Layout | None = None
     loop: tuple[object, LoopEntered] | None = None
     is_split: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassGauge, Place, key_of
+from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassBegin, PassGauge, Place, key_of
 from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
 
 __all__ = ["LoaderPlaces"]
@@ -18,6 +18,7 @@ class LoaderPlaces:
     """Follows the passes of a task's loaders, where nothing else does. Torch's loaders call it, see `Asked`."""
 
     needs_order = False
+    next_begin: PassBegin | None = None
 
     def __init__(self) -> None:
         self._task: object | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch.utils._pytree import tree_leaves
@@ -12,12 +13,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from nbaccel.base.quantities import length_or_none
 from nbaccel.errors import CannotSplit
 from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes
+from nbaccel.train.raw_loop.loader_pass import PassBegin
 
 __all__ = [
     "ask",
     "batch_size_of",
     "batches_of",
     "before_draw",
+    "beginning_as",
     "makes_of_indices",
     "nameless",
     "note_passed",
@@ -35,9 +38,11 @@ class Asked(Protocol):
 
     Attributes:
         needs_order: Batches must come in the order of their indices.
+        next_begin: How the pass that begins next has begun in the process that this one continues.
     """
 
     needs_order: bool
+    next_begin: PassBegin | None
 
     def minds(self, iterator: Any) -> bool:
         """Return whether this object decides about `iterator`."""
@@ -72,6 +77,20 @@ def before_draw() -> None:
     hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
     if hooks is not None:
         hooks.passes.before()
+
+
+@contextmanager
+def beginning_as(begin: PassBegin | None) -> Iterator[None]:
+    """Let a pass that begins in the block begin as one in the process that this one continues."""
+    hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
+    if hooks is None:
+        yield
+        return
+    hooks.passes.next_begin = begin
+    try:
+        yield
+    finally:
+        hooks.passes.next_begin = None
 
 
 def note_passed(iterator: Any) -> None:

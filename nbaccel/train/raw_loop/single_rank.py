@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from nbaccel.base.events import LoopEntered, LoopKind, Loss, TrainingMode, emit
 from nbaccel.train.checkpoint.serialization import pack, unpack
+from nbaccel.train.distributed.callers import lasting_place
 from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
 from nbaccel.train.raw_loop.hooks import Hooks, LoopChange, runs_in_trainer
-from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassGauges, Place, key_of
+from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassBegin, PassGauges, Place, key_of
 from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
 from nbaccel.train.step.raw_loop_hooks import (
     count_steps_by,
@@ -49,6 +50,7 @@ class SingleRankWatch:
     """
 
     needs_order = False
+    next_begin: PassBegin | None = None
 
     def __init__(self, changes: Sequence[LoopChange] = ()) -> None:
         self._steps = StepCounter(lambda: self._batches)
@@ -247,7 +249,7 @@ class SingleRankWatch:
     def begin_pass(self, iterator: Any, loader: Any = None) -> LoaderPass:
         size, may_train = batch_size_of(iterator, loader), torch.is_grad_enabled()
         key = key_of(iterator, size, may_train)
-        gauge = self._gauges.begin(key, iterator, batches_of(iterator, loader), may_train)
+        gauge = self._gauges.begin(key, iterator, batches_of(iterator, loader), may_train, lasting_place())
         this = iterator.__dict__[LONE_PASS] = LoaderPass(self._task, key, size, gauge)
         return this
 

@@ -518,6 +518,9 @@ def test_a_new_loader_iterator_comes_back_by_its_position(tmp_path: Path) -> Non
         def __init__(self, loader: Any) -> None:
             self.loader, self.created, self.first = lambda: loader, {"torch": "a"}, {"torch": "b"}
 
+        def begin_of_pass(self) -> list[int]:
+            return [7, 1, 1, 0]
+
     loader = DataLoader(list(range(4)))
     iterator = iter(loader)
     head = HeadState({"loader": loader, "it": iterator})
@@ -530,7 +533,7 @@ def test_a_new_loader_iterator_comes_back_by_its_position(tmp_path: Path) -> Non
         HeadState({"loader": again, "it": iter(again)}), lambda *given: list(given)
     )
 
-    assert restored.names == {"it": [again, {"torch": "a"}, {"torch": "b"}, 1]}
+    assert restored.names == {"it": [again, {"torch": "a"}, {"torch": "b"}, 1, [7, 1, 1, 0]]}
 
 
 def _edit(folder: Path, change: Callable[[Any], None]) -> None:

@@ -231,6 +231,42 @@ def test_what_loaders_draw_after_a_first_batch_was_split_is_drawn_again(
     assert sessions.trained() == expected
 
 
+ITS_OWN_ITERATOR = """
+step, batches = 0, iter(loader)
+while step < 12:
+    end_here(step)
+    batch = next(batches, None)
+    if batch is None:
+        history.append(loss.item())
+        batches = iter(loader)
+        continue
+    inputs, targets = batch
+    loss = torch.nn.functional.mse_loss(model(inputs), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    step += 1
+"""
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("step", [1, 3, 6])
+@pytest.mark.parametrize(
+    ("workers", "loop"), [(2, LOOP), (0, ITS_OWN_ITERATOR)], ids=["two workers", "an iterator of its own"]
+)
+def test_batches_of_a_pass_that_goes_on_are_cut_as_they_were(
+    sessions: Sessions, workers: int, loop: str, step: int
+) -> None:
+    """Workers have drawn whole batches before the first step, and the first that are cut are cut unevenly."""
+    more = f"\nloader = DataLoader(data, batch_size=8, shuffle=True, num_workers={workers})\n"
+    sessions.above = ABOVE.replace("dropout, ", "torch.nn.BatchNorm1d(8), dropout, ") + more
+    flags = f"-n 2 --start fork {SAVES}".replace("2steps", "1steps")
+    expected = undisturbed(sessions, flags, loop)
+    sessions.end(flags.format("saved"), step, loop)
+    sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
+    assert sessions.trained() == expected
+
+
 def test_a_loop_of_several_steps_for_a_batch_goes_on_before_a_batch_in_two_ranks(sessions: Sessions) -> None:
     """Rank 0 writes names for all, and each rank has its own part of the batch in its hands."""
     loop = LOOP.replace("        end_here(step)\n", "        for again in range(3):\n            end_here(step)\n", 1)
