@@ -16,7 +16,7 @@ from features.cell_checkpoints.killed_runs import KilledRuns
 from features.cell_checkpoints.killed_shapes import IN_OTHER_NUMBERS, KILLED
 from kernel.harness import RealKernel
 
-KILLS = int(os.environ.get("NBACCEL_TESTS_KILLS", "5"))
+KILLS = int(os.environ.get("NBACCEL_TESTS_KILLS", "10"))
 """Of each shape, in each number of ranks."""
 
 SEED = int(os.environ.get("NBACCEL_TESTS_SEED", random.randrange(2**32)))
