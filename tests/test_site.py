@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import public_surface
-from documents import PAGES, links
+from documents import PAGES, blocks, links
 from environments import REPOSITORY
 from nbaccel.options.parsing import COMMANDS
 
@@ -75,6 +75,16 @@ def test_the_index_has_the_groups_of_the_menu_and_their_pages_in_the_same_order(
     for group, pages in index.items():
         shown = [page for page in menu[group] if page in pages] if group in IN_FULL else menu[group]
         assert pages == shown, f"docs/index.md and docs/site/toc.yml differ in {group!r}"
+
+
+@pytest.mark.parametrize("group", ["Start", "Guides", "Coming from"])
+def test_a_page_that_says_what_to_do_begins_with_it(group: str) -> None:
+    """Its first block of code stands in its first 15 lines; the README's comes after what the package is."""
+    first = {
+        page: [block.line for block in blocks(REPOSITORY / f"{page}.md")][:1] for page in groups_of_the_menu()[group]
+    }
+    late = [page for page, lines in first.items() if page != "README" and (not lines or lines[0] > 15)]
+    assert not late, f"no block of code in the first 15 lines of {late}"
 
 
 def test_ten_questions_of_a_newcomer_have_a_page_and_a_heading_that_answer_them() -> None:
