@@ -60,6 +60,7 @@ class RunView(Listener):
         self._clock = clock
         self._began = clock()
         self._heading = ""
+        self._notices: set[str] = set()
         self.seconds = 0.0
         self.state: RunState | None = None
         self.history = History(world_size, self._began)
@@ -74,13 +75,20 @@ class RunView(Listener):
         self._heading = line
 
     def write(self, stream: str, text: str) -> None:
-        """Write text of the ranks."""
+        """Write text of the ranks; a notice that an earlier attempt has shown is left out."""
+        if NOTICE in text:
+            text = self._without_known_notices(text)
         if self._heading and stream == "stdout" and text.startswith(NOTICE):
             joined = f"{self._heading}; {text.removeprefix(NOTICE)}"
             if joined.find("\n") <= _LONGEST_LINE:
                 text, self._heading = joined, ""
         self.write_heading()
         self._screen.write(stream, text)
+
+    def _without_known_notices(self, text: str) -> str:
+        lines = [line for line in text.splitlines(keepends=True) if line not in self._notices]
+        self._notices |= {line for line in lines if line.startswith(NOTICE)}
+        return "".join(lines)
 
     def write_heading(self) -> None:
         """Write the line that `head` has set, if it is not written yet."""

@@ -135,7 +135,7 @@ class CellRun:
             LaunchRefused: Nothing was started. The run's own error is not raised, but kept.
         """
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
-        watching = RunObservers(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
+        watching = RunObservers(self.shown, shown_ranks, self._say, [self.shown, *listeners], beside)
         with interrupts_in_one_line():
             try:
                 run, self._ended = host.run(self.spec, watching, occupied)
@@ -147,6 +147,10 @@ class CellRun:
         self.error = run.error
         self._kept = run.light()
         self._remember(self._kept, PostMortem.of(self.source.name, self.end, self.error, self._ended))
+
+    def _say(self, line: str) -> None:
+        """Write a line about the run: in a notebook, what is red is an error."""
+        self.shown.write("stdout", f"{line}\n")
 
     ending = "finishes its step"
 

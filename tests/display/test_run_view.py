@@ -57,6 +57,40 @@ def report(shown: RunView, clock: Clock, seconds: float, every_s: float = 0.5) -
         shown.tick(clock.now)
 
 
+NOTICE = "nbaccel: loader: each of 8 batches split over 2 ranks\n"
+
+
+def test_the_first_line_takes_the_first_notice_and_no_attempt_repeats_one() -> None:
+    paper = Paper()
+    shown = RunView(paper, 2, FACTS, Clock())
+    shown.head("2 ranks on CPU")
+    assert paper.text == "", "the ranks have said nothing"
+    for _ in range(2):
+        shown.write("stdout", f"{NOTICE}epoch 0\n")
+    assert paper.text == "2 ranks on CPU; loader: each of 8 batches split over 2 ranks\nepoch 0\nepoch 0\n"
+
+
+@pytest.mark.parametrize(
+    ("stream", "text"), [("stdout", "mine\n"), ("stderr", NOTICE), ("stdout", f"nbaccel: {'long ' * 30}\n")]
+)
+def test_the_first_line_stands_alone_above_anything_else(stream: str, text: str) -> None:
+    paper = Paper()
+    shown = RunView(paper, 2, FACTS, Clock())
+    shown.head("2 ranks on CPU")
+    shown.write(stream, text)
+    assert paper.text == f"2 ranks on CPU\n{text}"
+
+
+def test_the_first_line_comes_at_the_end_of_a_silent_run_and_at_once_where_nothing_else_shows_it() -> None:
+    paper = Paper()
+    silent = LivePanel(paper, 2, FACTS, clock=Clock())
+    silent.head("2 ranks on CPU")
+    silent.end("done", 0.5)
+    assert paper.text == "2 ranks on CPU\n"
+    PeriodicText(paper, 2, FACTS, clock=Clock()).head("1 rank on CPU")
+    assert paper.text.endswith("1 rank on CPU\n")
+
+
 def test_a_panel_is_one_display_that_is_updated_and_ends_as_a_picture() -> None:
     paper, clock = Paper(), Clock()
     shown = LivePanel(paper, 1, FACTS, clock=clock)

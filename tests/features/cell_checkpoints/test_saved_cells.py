@@ -780,7 +780,7 @@ def test_a_loop_that_ran_out_of_memory_goes_on_from_its_newest_checkpoint_in_par
     Path("full").write_text("2")
     sessions.begin()
     cell = sessions.do(f"%%accelerate {flags.format('saved')}\n{OUT_OF_MEMORY}")
-    assert re.search(r"ran out of memory at 2 x 4; started again from saved/checkpoint_[24] with 4 x 2", cell.stderr)
+    assert re.search(r"ran out of memory at 2 x 4; started again from saved/checkpoint_[24] with 4 x 2", cell.stdout)
     assert torch.allclose(torch.tensor(sessions.trained()[0]), weights, rtol=0, atol=1e-12)
     Path("full").unlink()
     for step in (6, 8):
