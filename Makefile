@@ -15,7 +15,7 @@ ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.ex
 # Each of the hundreds of kernels that tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-core test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu programs \
+.PHONY: demo test test-core test-all full processors test-torch test-deepspeed format lint types unit soak coverage bench gpu bench-gpu programs \
     public-notebooks screenshot notebooks docs address dist clean
 .DELETE_ON_ERROR:
 
@@ -68,6 +68,22 @@ $(TORCH_ENV)/.stamp: pyproject.toml constraints.txt $(FRONT_END:%=constraints-%.
 	    $(FRONT_END:%=-r constraints-%.txt) -e . 'torch$(addprefix ==,$(TORCH))' ipykernel nbclient nbformat \
 	    accelerate hypothesis jupyter_client lightning omegaconf pandas peft pytest pytest-timeout pytest-xdist scikit-learn \
 	    tensorboard transformers
+	touch $@
+
+# The strategy "deepspeed", which needs its package: an environment of its own over .venv, that can be deleted afterwards.
+# Without it these tests are skipped. Ten minutes on two cores.
+DEEPSPEED_ENV = .venv-deepspeed
+
+test-deepspeed: $(DEEPSPEED_ENV)/.stamp
+	PATH="$(CURDIR)/$(DEEPSPEED_ENV)/bin:$$PATH" $(DEEPSPEED_ENV)/bin/python -m pytest -rs tests/features/deepspeed
+
+$(DEEPSPEED_ENV)/.stamp: $(VENV)/.dev
+	rm -rf $(DEEPSPEED_ENV)
+	$(VENV)/bin/python -m venv $(DEEPSPEED_ENV)
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$($(DEEPSPEED_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(DEEPSPEED_ENV)/bin/python -m pip install -qq --disable-pip-version-check setuptools wheel
+	$(DEEPSPEED_ENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation -e '.[deepspeed]'
 	touch $@
 
 # Everything that one machine without a GPU can show: `make test`, more environments and settings of what it shows, memory
@@ -253,4 +269,4 @@ $(VENV)/.chromium: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COLAB) $(KAGGLE) $(DOCS) .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(COLAB) $(KAGGLE) $(DOCS) .venv-torch-* .venv-deepspeed build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

@@ -31,7 +31,7 @@ _MODES = {
 """The flag that is equivalent to a `distributed_type`; empty if none is needed."""
 
 _OF_MODES = ("deepspeed_config", "fsdp_config", "megatron_lm_config", "fp8_config")
-"""Tables that belong to one mode each; all of these modes but FSDP are refused."""
+"""Tables that belong to one mode each; of these modes FSDP and DEEPSPEED run here."""
 
 _FLAGS = (
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"),
@@ -128,8 +128,10 @@ def _flags(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in sharding.items():
         if value is not None and value != "":  # a false is a choice
             yield f"fsdp_{str(key).removeprefix('fsdp_')}", ",".join(value) if isinstance(value, list) else value
+    zero = dict(values.get("deepspeed_config") or {}) if kind == "DEEPSPEED" else {}
+    yield from ((str(key), value) for key, value in zero.items() if value is not None and value != "")
     for key in (*_FLAGS, *_OF_MODES):
-        value = None if key == "fsdp_config" and sharding else values.get(key)
+        value = None if key in ("fsdp_config", "deepspeed_config") and (sharding or zero) else values.get(key)
         if _is_chosen(value) and value != _UNCHOSEN.get(key):
             yield _RENAMED.get(key, key), value
 

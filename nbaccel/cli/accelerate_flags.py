@@ -1,9 +1,10 @@
 """The flags of `accelerate launch`: those that `nbaccel launch` takes, and the treatment of the others.
 
 Runs in `nbaccel launch`; starts nothing. A program that is started by `accelerate launch FLAGS script.py` is started
-here with the same flags. Flags with a meaning here are arguments of the parser (`add_arguments`); those of FSDP become
-the variables by which Accelerate passes them on (`fsdp_environ`). All others are rows of one table: they have no
-effect, which is reported, or are refused in a sentence. The keys of Accelerate's configuration file are the same names.
+here with the same flags. Flags with a meaning here are arguments of the parser (`add_arguments`); those of FSDP and
+DeepSpeed become the variables by which Accelerate passes them on (`fsdp_environ`, `deepspeed_environ`). All others are
+rows of one table: they have no effect, which is reported, or are refused in a sentence. The keys of Accelerate's
+configuration file are the same names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = [
     "MODES",
     "Idle",
     "add_arguments",
+    "deepspeed_environ",
     "fsdp_environ",
+    "given_to_deepspeed",
     "given_to_fsdp",
     "is_elsewhere",
     "spelled",
@@ -65,7 +68,6 @@ class Row:
 
 _TABLE = (
     # refused
-    Row("use_deepspeed", f"DeepSpeed does not drive trainings here yet; {_FITS}", is_refused=True, takes_value=False),
     Row("use_megatron_lm", f"Megatron-LM does not drive trainings here; {_FITS}", is_refused=True, takes_value=False),
     Row("use_parallelism_config", f"ranks have one dimension here; {_FITS}", is_refused=True, takes_value=False),
     Row("tpu tpu_cluster", "TPUs are not driven here; start the program by Accelerate or torch_xla",
@@ -83,7 +85,7 @@ _TABLE = (
     Row("fp8_*", "it goes with 8-bit training"),
     Row("fsdp_config", "it goes with --use_fsdp"),
     Row("fsdp_*", "FSDP2, which is what runs, has no such option"),
-    Row("zero_stage zero3_* offload_* gradient_clipping deepspeed_*", "it goes with --use_deepspeed"),
+    Row("deepspeed_*", "ranks are started by nbaccel itself, on every machine"),
     Row("megatron_lm_*", "it goes with --use_megatron_lm"),
     Row("parallelism_config_*", "it goes with --use_parallelism_config"),
     Row("tpu_use_sudo downcast_bf16", "it goes with --tpu", takes_value=False),
@@ -129,8 +131,8 @@ class Idle:
             place: Where they were found, if not in the command.
 
         Example:
-            >>> Idle.lines([Idle("--zero_stage", "it goes with --use_deepspeed")])
-            ['--zero_stage has no effect here: it goes with --use_deepspeed.']
+            >>> Idle.lines([Idle("--fp8_format", "it goes with 8-bit training")])
+            ['--fp8_format has no effect here: it goes with 8-bit training.']
         """
         by_reason: dict[str, list[str]] = {}
         for idle in given:
@@ -160,7 +162,7 @@ def take(words: Sequence[str]) -> tuple[int, list[Idle]]:
 
 def _row(flag: str) -> Row | None:
     name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag
-    if name.removeprefix("fsdp_") in _FSDP:
+    if name.removeprefix("fsdp_") in _FSDP or name in _DEEPSPEED:
         return None
     return next((row for row in _TABLE if any(fnmatchcase(name, pattern) for pattern in row.names.split())), None)
 
@@ -206,6 +208,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--use-fsdp", action="store_true", help="as --strategy fsdp")
     for name, (metavar, read, text) in _FSDP.items():
         group.add_argument(spelled(f"--fsdp_{name}"), metavar=metavar, type=read, help=text)
+    group.add_argument("--use-deepspeed", action="store_true", help="as --strategy deepspeed")
+    for name, (metavar, read, text) in _DEEPSPEED.items():
+        group.add_argument(spelled(f"--{name}"), metavar=metavar, type=read, help=text)
 
 
 def given_to_fsdp(asked: argparse.Namespace) -> list[str]:
@@ -221,6 +226,21 @@ def fsdp_environ(asked: argparse.Namespace) -> dict[str, str]:
         if (value := getattr(asked, f"fsdp_{name}")) is not None
     }
     return {"ACCELERATE_USE_FSDP": "true"} | given if asked.use_fsdp else given
+
+
+def given_to_deepspeed(asked: argparse.Namespace) -> list[str]:
+    """Return the flags of `asked` that mean something to the strategy "deepspeed" alone, as Accelerate spells them."""
+    return [f"--{name}" for name in _DEEPSPEED if getattr(asked, name) is not None]
+
+
+def deepspeed_environ(asked: argparse.Namespace) -> dict[str, str]:
+    """Return the variables by which the flags of a run of "deepspeed" reach its ranks, as those of Accelerate are."""
+    given = {
+        f"ACCELERATE_{_RENAMED.get(name, f'deepspeed_{name}').upper()}": value
+        for name in _DEEPSPEED
+        if (value := getattr(asked, name)) is not None
+    }
+    return {"ACCELERATE_USE_DEEPSPEED": "true"} | given if asked.use_deepspeed else given
 
 
 def torchruns(asked: argparse.Namespace) -> tuple[str, ...]:
@@ -262,6 +282,16 @@ def _read_resharding(text: str) -> str:
     return _read_sharding(text) if text.lower() in _SHARDINGS else _read_truth(text)
 
 
+def _read_norm(text: str) -> str:
+    try:
+        is_right = float(text) > 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise argparse.ArgumentTypeError(f"a norm is a number above 0; got {text!r}")
+    return text
+
+
 def _read_least(text: str) -> str:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"a number of parameters is 0 or more; got {text!r}")
@@ -296,5 +326,25 @@ _FSDP: Mapping[str, tuple[str, Callable[[str], str], str]] = {
 }
 """Flags of FSDP without their beginning: placeholder, reader, help. Of the last five the plugin says what they do."""
 
-_RENAMED = {"transformer_layer_cls_to_wrap": "transformer_cls_to_wrap"}
+_PLACES = ("none", "cpu", "nvme")
+
+_DEEPSPEED: Mapping[str, tuple[str, Callable[[str], str], str]] = {
+    "deepspeed_config_file": ("FILE", str, "a configuration of DeepSpeed, JSON"),
+    "zero_stage": ("S", one_of("a stage", "1", "2", "3"), "1, 2 or 3; default 2"),
+    "offload_optimizer_device": ("P", one_of("a place", *_PLACES), "none, cpu or nvme, for optimizer states"),
+    "offload_param_device": ("P", one_of("a place", *_PLACES), "the same for parameters, in stage 3"),
+    "offload_optimizer_nvme_path": ("DIR", str, "a folder on a fast disk, for nvme"),
+    "offload_param_nvme_path": ("DIR", str, "the same for parameters"),
+    "gradient_clipping": ("X", _read_norm, "the largest norm of all gradients, in every step"),
+    "zero3_init_flag": ("BOOL", _read_truth, argparse.SUPPRESS),
+    "zero3_save_16bit_model": ("BOOL", _read_truth, argparse.SUPPRESS),
+}
+"""Flags of DeepSpeed: placeholder, reader, help. Of the last two the plugin says what they do."""
+
+_RENAMED = {
+    "transformer_layer_cls_to_wrap": "transformer_cls_to_wrap",
+    "deepspeed_config_file": "deepspeed_config_file",
+    "gradient_clipping": "gradient_clipping",
+    "zero3_init_flag": "deepspeed_zero3_init",
+}
 """Flags whose variable has another name."""

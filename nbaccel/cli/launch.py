@@ -19,14 +19,16 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from nbaccel.base.hardware import Survey
-from nbaccel.base.settings import FSDP, RunSettings
+from nbaccel.base.settings import PARTITIONING, RunSettings
 from nbaccel.base.world import SlurmStep
 from nbaccel.cli.accelerate_config import AccelerateConfig, default_path
 from nbaccel.cli.accelerate_flags import (
     MODES,
     Idle,
     add_arguments,
+    deepspeed_environ,
     fsdp_environ,
+    given_to_deepspeed,
     given_to_fsdp,
     is_elsewhere,
     spelled,
@@ -59,7 +61,7 @@ _OF_CELLS = (
 
 _DIFFERENT = {
     "mixed_precision": "auto (what suits the device), no, fp16 or bf16; default what the script says, else no",
-    "strategy": "how ranks share a model: auto, single, ddp or fsdp; default what the script says, else auto: ddp",
+    "strategy": "how ranks share a model: auto, single, ddp, fsdp or deepspeed; default the script's, else auto: ddp",
     "seed": "shared seed, rank r computes with N + r; default what the script does",
 }
 """Help of flags whose default differs from a cell's, by destination."""
@@ -315,12 +317,13 @@ def _options(asked: argparse.Namespace, share: int) -> RunOptions:
         UsageError: The machines cannot have equally many ranks, or two flags name two strategies.
     """
     options = RunOptions(**{field.name: getattr(asked, field.name, None) for field in fields(RunOptions)})
-    if asked.use_fsdp:
-        if options.strategy not in (None, FSDP):
-            raise UsageError(
-                f"--use_fsdp and --strategy {options.strategy} contradict each other: leave one of them out."
-            )
-        options = replace(options, strategy=FSDP)
+    for name in PARTITIONING:
+        if getattr(asked, f"use_{name}"):
+            if options.strategy not in (None, name):
+                raise UsageError(
+                    f"--use_{name} and --strategy {options.strategy} contradict each other: leave one of them out."
+                )
+            options = replace(options, strategy=name)
     if asked.gpu_ids not in (None, "all"):
         options = replace(options, devices=asked.gpu_ids)
     total = options.world_size
@@ -346,11 +349,15 @@ def _elastic(choices: _Choices, program: Program) -> Elastic:
     plan = ScriptPlan.of(options, Survey.take(), others.num_cpu_threads_per_process)
     devices, settings = plan.devices, _compiling(others).over(plan.settings)
     environ = {"OMP_NUM_THREADS": str(plan.threads)} if others.num_cpu_threads_per_process else {}
-    if settings.strategy == FSDP:
-        environ |= fsdp_environ(others)
-    else:
-        for line in Idle.lines(Idle(flag, "it goes with --use_fsdp") for flag in given_to_fsdp(others)):
-            say(line)
+    for strategy, variables, given in (
+        ("fsdp", fsdp_environ, given_to_fsdp),
+        ("deepspeed", deepspeed_environ, given_to_deepspeed),
+    ):
+        if settings.strategy == strategy:
+            environ |= variables(others)
+        else:
+            for line in Idle.lines(Idle(flag, f"it goes with --use_{strategy}") for flag in given(others)):
+                say(line)
     say(_described(devices, settings, plan.threads, choices.nodes))
     for line in before_a_run(devices.gpus):
         say(line)

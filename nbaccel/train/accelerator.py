@@ -188,7 +188,7 @@ class Accelerator(ProcessControl):
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         **not_here: Unpack[PluginsNotHere],
     ) -> None:
-        plugins = {"fsdp_plugin": fsdp_plugin, **{name: not_here.get(name) for name in PLUGINS_OF_FEATURES}}
+        plugins = {**{name: not_here.get(name) for name in PLUGINS_OF_FEATURES}, "fsdp_plugin": fsdp_plugin}
         if not_here:
             refuse_plugins(not_here, signature(Accelerator.__init__).parameters)
         refuse_plugins_of_the_environment()

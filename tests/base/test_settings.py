@@ -32,7 +32,7 @@ def test_accelerates_variable_means_fsdp_where_nothing_else_was_chosen() -> None
 
 @pytest.mark.parametrize("wrong", ["", "  ", 3])
 def test_a_strategy_is_a_name_whatever_it_names(wrong: object) -> None:
-    with pytest.raises(ValueError, match=f"'ddp', 'fsdp', or the name of an installed one, got {wrong!r}"):
+    with pytest.raises(ValueError, match=f"'ddp', 'fsdp', 'deepspeed', or the name of an installed one, got {wrong!r}"):
         RunSettings(strategy=wrong)  # type: ignore[arg-type]
 
 

@@ -46,7 +46,7 @@ def test_the_file_chooses_a_strategy_and_names_the_choices_for_another(file: Con
     file.path.write_text('strategy = "fsdp"\n')
     assert Configuration(file).options == RunOptions(strategy="fsdp")
     file.path.write_text('strategy = "zero"\n')
-    with pytest.raises(UsageError, match="--strategy: a strategy is auto, single, ddp or fsdp; got 'zero'"):
+    with pytest.raises(UsageError, match="--strategy: a strategy is auto, single, ddp, fsdp or deepspeed; got 'zero'"):
         Configuration(file).options  # noqa: B018
 
 

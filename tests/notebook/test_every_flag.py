@@ -78,7 +78,7 @@ WRONG = {
     "--independent": [("--independent=1", "--independent takes no value; got '1'.")],
     "--strict": [("--strict=1", "--strict takes no value; got '1'.")],
     "--batches": [("--batches whole", "what ranks get is split or each; got 'whole'")],
-    "--strategy": [("--strategy zero", "a strategy is auto, single, ddp or fsdp; got 'zero'")],
+    "--strategy": [("--strategy zero", "a strategy is auto, single, ddp, fsdp or deepspeed; got 'zero'")],
     "--oom": [("--oom ignore", "what follows is shrink or stop; got 'ignore'")],
     "--checkpoint-every": [("--checkpoint-every often", "an interval is steps or a time, as in 500, 500steps, 10min")],
     "--checkpoint-dir": [

@@ -379,13 +379,17 @@ def test_one_process_has_nothing_to_shard_and_says_so_once(capsys: pytest.Captur
 
 
 def test_a_plugin_beside_another_strategy_or_of_another_library_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"strategy='ddp' and an fsdp_plugin, which is for strategy=\"fsdp\": leave"):
+    with pytest.raises(
+        ValueError, match=r"strategy='ddp' and a plugin, fsdp_plugin, which is for strategy=\"fsdp\": leave"
+    ):
         Accelerator(strategy="ddp", fsdp_plugin=Plugin())
     with pytest.raises(
         TypeError, match=r"fsdp_plugin takes a FullyShardedDataParallelPlugin of .*, got builtins\.dict"
     ):
         Accelerator(fsdp_plugin={})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"strategy must be one of 'auto', 'single', 'ddp', 'fsdp', or the name of an"):
+    with pytest.raises(
+        ValueError, match=r"strategy must be one of 'auto', 'single', 'ddp', 'fsdp', 'deepspeed', or the name of an"
+    ):
         Accelerator(strategy=" ")
     with pytest.raises(ValueError, match="strategy must be one of"):
         Accelerator(strategy=torch.nn.Linear)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def filled(
     Raises:
         ValueError: The configuration contradicts the program; names every such value.
     """
-    config = copy.deepcopy(plugin.deepspeed_config)
+    config: dict[str, Any] = copy.deepcopy(plugin.hf_ds_config.config)
     wrong = list(_contradictions(config, batch_size, facts))
     if wrong:
         raise ValueError(

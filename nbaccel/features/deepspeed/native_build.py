@@ -48,7 +48,7 @@ def import_deepspeed(device: torch.device) -> Any:
         if error.name != "deepspeed":
             raise
         raise ModuleNotFoundError(
-            "strategy='deepspeed' needs the package deepspeed: pip install 'nbaccel[deepspeed]'", name="deepspeed"
+            "strategy='deepspeed' needs the package deepspeed: pip install 'deepspeed>=0.19'", name="deepspeed"
         ) from None
     deepspeed.utils.logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", _RENAMED, FutureWarning)

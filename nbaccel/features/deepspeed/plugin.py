@@ -28,6 +28,7 @@ AUTO = "auto"
 
 _STAGES = (1, 2, 3)
 _PLACES = ("none", "cpu", "nvme")
+_CLIPPING = "GRADIENT_CLIPPING"
 _IDLE = ("transformer_moe_cls_names", "enable_msamp", "msamp_opt_level")
 _HALVES = ("fp16", "bf16")
 
@@ -178,6 +179,7 @@ class DeepSpeedPlugin(KwargsHandler):
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
     _is_read: bool = field(default=False, init=False, repr=False, compare=False)
+    _filled: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self._is_read:
@@ -188,23 +190,29 @@ class DeepSpeedPlugin(KwargsHandler):
         if idle:
             verb = "have" if len(idle) > 1 else "has"
             warn_user(f"DeepSpeedPlugin: {', '.join(idle)} {verb} no effect here.")
-        given = self._open("hf_ds_config", "CONFIG_FILE")
+        given = self._open("hf_ds_config", "DEEPSPEED_CONFIG_FILE")
         self.hf_ds_config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given or {})
         config = self.hf_ds_config.config
         zero = config.setdefault("zero_optimization", {})
-        self.zero_stage = _whole("zero_stage", self._either("zero_stage", "ZERO_STAGE", zero, "stage", 2))
+        self.zero_stage = zero["stage"] = _whole(
+            "zero_stage", self._either("zero_stage", "DEEPSPEED_ZERO_STAGE", zero, "stage", 2)
+        )
         if self.zero_stage not in _STAGES:
             instead = ": 0 keeps everything on every rank, which is strategy='ddp'" if self.zero_stage == 0 else ""
             raise ValueError(f"zero_stage must be 1, 2 or 3, got {self.zero_stage}{instead}")
         for name in ("offload_optimizer", "offload_param"):
             self._offload(name, zero)
-        clipping = self._either("gradient_clipping", "", config, "gradient_clipping", AUTO)
+        clipping = self._either("gradient_clipping", _CLIPPING, config, "gradient_clipping", AUTO)
         self.gradient_clipping = config["gradient_clipping"] = clipping if clipping == AUTO else float(clipping)
         steps = self._either("gradient_accumulation_steps", "", config, "gradient_accumulation_steps", AUTO)
         self.gradient_accumulation_steps = steps if steps == AUTO else _whole("gradient_accumulation_steps", steps)
         config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
-        self.zero3_init_flag = _truth(self._open("zero3_init_flag", "ZERO3_INIT"), default=self.zero_stage == 3)
-        self.zero3_save_16bit_model = _truth(self._open("zero3_save_16bit_model", "ZERO3_SAVE_16BIT_MODEL"), False)
+        self.zero3_init_flag = _truth(
+            self._open("zero3_init_flag", "DEEPSPEED_ZERO3_INIT"), default=self.zero_stage == 3
+        )
+        self.zero3_save_16bit_model = _truth(
+            self._open("zero3_save_16bit_model", "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"), False
+        )
         for half in _HALVES:
             if config.get(half, {}).get("enabled") == AUTO:
                 config[half].pop("enabled")
@@ -212,13 +220,13 @@ class DeepSpeedPlugin(KwargsHandler):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration as DeepSpeed gets it; values of "auto" are filled when a model is prepared."""
-        config: dict[str, Any] = self.hf_ds_config.config
+        """The configuration of the last engine; before there is one that of the program, with its "auto"."""
+        config: dict[str, Any] = self._filled or self.hf_ds_config.config
         return config
 
     @deepspeed_config.setter
-    def deepspeed_config(self, config: Mapping[str, Any]) -> None:
-        self.hf_ds_config = HfDeepSpeedConfig(config)
+    def deepspeed_config(self, config: dict[str, Any]) -> None:
+        self._filled = config
 
     def precision_of(self, chosen: str) -> str:
         """Return the precision of a run: that of the configuration, else the one that was chosen.
@@ -229,7 +237,7 @@ class DeepSpeedPlugin(KwargsHandler):
         Raises:
             ValueError: The configuration has another one.
         """
-        asked = [half for half in _HALVES if self.deepspeed_config.get(half, {}).get("enabled") is True]
+        asked = [half for half in _HALVES if self.hf_ds_config.config.get(half, {}).get("enabled") is True]
         if len(asked) > 1:
             raise ValueError("the DeepSpeed configuration enables fp16 and bf16: a run has one precision")
         if asked and chosen not in (*PRECISIONS[:1], asked[0]):
@@ -242,7 +250,7 @@ class DeepSpeedPlugin(KwargsHandler):
         value = getattr(self, name)
         if value is not None or not variable:
             return value
-        text = parse_choice_from_env(f"ACCELERATE_DEEPSPEED_{variable}", "").strip()
+        text = parse_choice_from_env(f"ACCELERATE_{variable}", "").strip()
         return None if text.lower() in ("", "none") else text
 
     def _either(self, name: str, variable: str, table: dict[str, Any], key: str, default: Any) -> Any:
@@ -259,14 +267,12 @@ class DeepSpeedPlugin(KwargsHandler):
             )
         value = written if written != AUTO else given if given not in (None, AUTO) else self._open(name, variable)
         table[key] = default if value in (None, AUTO) else value
-        if variable and table[key] != AUTO:
-            table[key] = _whole(name, table[key])
         return table[key]
 
     def _offload(self, name: str, zero: dict[str, Any]) -> None:
         table = zero.get(name) or {}
         written = table.get("device", AUTO)
-        given = self._open(f"{name}_device", f"{name.upper()}_DEVICE")
+        given = self._open(f"{name}_device", f"DEEPSPEED_{name.upper()}_DEVICE")
         if given not in (None, AUTO) and written not in (AUTO, given):
             raise ValueError(
                 f"DeepSpeedPlugin({name}_device={given!r}), and the DeepSpeed configuration says {name}.device: "
@@ -275,7 +281,7 @@ class DeepSpeedPlugin(KwargsHandler):
         place = str(written if written != AUTO else given or _PLACES[0]).lower()
         if place not in _PLACES:
             raise ValueError(f"{name}_device must be none, cpu or nvme, got {place!r}")
-        path = self._open(f"{name}_nvme_path", f"{name.upper()}_NVME_PATH")
+        path = self._open(f"{name}_nvme_path", f"DEEPSPEED_{name.upper()}_NVME_PATH")
         if place == "nvme" and path is None and table.get("nvme_path", AUTO) in (None, AUTO):
             raise ValueError(f"{name}_device='nvme' needs {name}_nvme_path, a folder on a fast disk")
         if name == "offload_param" and place != _PLACES[0] and self.zero_stage != 3:

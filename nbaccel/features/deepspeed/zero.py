@@ -47,6 +47,9 @@ _ENDED = (
     "becomes a whole and plain one, which each rank would train by itself. Prepare it again, before the loop:\n"
     "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 )
+_OF_MATRICES = frozenset({"Adafactor", "LARS", "LBFGS", "Lamb", "Muon", "Shampoo", "SOAP", "SparseAdam"})
+"""Classes of optimizers whose step of one element depends on the shape, or on a norm, of the whole parameter."""
+
 _TOGETHER = "model, optimizer = accelerator.prepare(model, optimizer)"
 
 
@@ -138,6 +141,11 @@ class ZeroPartitioned(Strategy):
             )
 
     def _start_engine(self, model: Module, optimizer: Optimizer) -> Module:
+        if any(kind.__name__ in _OF_MATRICES for kind in type(optimizer).__mro__):
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} computes with whole matrices, and DeepSpeed gives it flat pieces "
+                "of them: use AdamW or SGD, or strategy='ddp'"
+            )
         deepspeed = import_deepspeed(self.device)
         partitions.join_group(self.world)
         facts = Facts.of(model, optimizer, self._schedules[-1] if self._schedules else None)
@@ -146,6 +154,8 @@ class ZeroPartitioned(Strategy):
         before_builds(config, self.device, self.world)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         is_own = not isinstance(optimizer, DummyOptim)
+        state = optimizer.state_dict()
+        optimizer.state.clear()
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # without it DeepSpeed asks MPI
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what it imports only now
@@ -168,6 +178,8 @@ class ZeroPartitioned(Strategy):
         before_results_leave(self._make_whole)
         if is_own:
             partitions.keep_optimizer(engine, optimizer)
+            if state["state"]:
+                partitions.load_whole_optimizer(engine, self._groups, state)
         self._statistics = list(running_statistics([model]))
         engine.set_gradient_accumulation_boundary(True)
         model = engine
