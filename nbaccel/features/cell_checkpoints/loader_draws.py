@@ -334,7 +334,8 @@ def _arrays(state: Any) -> Any:
 
 def _need_not_fetch(iterator: Any) -> bool:
     """Return whether its batches are made here, each of its own indices: then one that is passed over need not be."""
-    return not iterator._num_workers and iterator._dataset_kind == _DatasetKind.Map
+    is_made_here = not iterator._num_workers and iterator._dataset_kind == _DatasetKind.Map
+    return is_made_here and not loader_pass.takes_groups(iterator)
 
 
 def _draw(iterator: Any) -> None:

@@ -390,6 +390,7 @@ class BatchSplitter:
             is_map=is_map,
             is_collated=bool(iterator._auto_collation),
             is_shared_out=is_shared_out,
+            gives_each=self._mode == EACH,
             place=self._lasting[key][3],
             cuts=self._cutter.cuts[key],
             lead=lead,
@@ -423,6 +424,7 @@ class BatchSplitter:
             this.cut_from = this.drawn
         if self._mode == EACH:
             index, is_apart = self._next_own(this, lambda: real(iterator), is_split)
+            this.drawn += 1
             count = samples_of_index(index, this.is_collated)
             label = Label(is_apart, count, count)
         elif this.indices:

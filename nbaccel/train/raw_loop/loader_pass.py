@@ -40,6 +40,7 @@ __all__ = [
     "pass_over",
     "passed_over",
     "still_needed",
+    "takes_groups",
 ]
 
 PassKey = tuple[Any, ...]
@@ -182,7 +183,7 @@ def _nothing() -> None:
 
 
 class PassBegin(NamedTuple):
-    """How a pass began: one that goes on in another process begins so, and its batches are cut as they were.
+    """The begin of a pass: one that goes on in another process begins so, and its batches are cut as they were.
 
     Args:
         place: See `lasting_place`.
@@ -219,6 +220,12 @@ def begin_of(iterator: Any) -> PassBegin | None:
     drawn, taken = (this.drawn, this.gauge.taken) if this.is_split else (None, None)
     cut_from = drawn if this.cut_from is None else this.cut_from
     return PassBegin(this.place, cut_from, taken if this.sliced_from is None else this.sliced_from, this.cuts)
+
+
+def takes_groups(iterator: Any) -> bool:
+    """Return whether one batch of each group that an iterator draws is this rank's."""
+    this: SharedPass | None = iterator.__dict__.get(SHARED_PASS)
+    return this is not None and this.gives_each
 
 
 def batches_taken(iterator: Any) -> int:
@@ -339,6 +346,7 @@ class SharedPass(LoaderPass):
         is_map: Batches are made of indices.
         is_collated: Of several samples.
         is_shared_out: Ranks have batches of their own already.
+        gives_each: Each rank is given batches of its own: one after the other of a group.
         place: See `lasting_place`.
         drawn: Batches that it has drawn.
         cut_from, sliced_from, cuts: See `PassBegin`.
@@ -358,6 +366,7 @@ class SharedPass(LoaderPass):
     is_map: bool
     is_collated: bool
     is_shared_out: bool
+    gives_each: bool
     place: int
     cuts: int
     drawn: int = 0

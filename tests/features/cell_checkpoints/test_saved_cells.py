@@ -249,18 +249,20 @@ while step < 12:
 """
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("step", [1, 3, 6])
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("step", [1, 3, 5])
 @pytest.mark.parametrize(
-    ("workers", "loop"), [(2, LOOP), (0, ITS_OWN_ITERATOR)], ids=["two workers", "an iterator of its own"]
+    ("workers", "loop", "flag"),
+    [(2, LOOP, ""), (0, ITS_OWN_ITERATOR, ""), (0, LOOP, "--batches each")],
+    ids=["two workers", "an iterator of its own", "batches of its own in each rank"],
 )
 def test_batches_of_a_pass_that_goes_on_are_cut_as_they_were(
-    sessions: Sessions, workers: int, loop: str, step: int
+    sessions: Sessions, workers: int, loop: str, flag: str, step: int
 ) -> None:
     """Workers have drawn whole batches before the first step, and the first that are cut are cut unevenly."""
     more = f"\nloader = DataLoader(data, batch_size=8, shuffle=True, num_workers={workers})\n"
     sessions.above = ABOVE.replace("dropout, ", "torch.nn.BatchNorm1d(8), dropout, ") + more
-    flags = f"-n 2 --start fork {SAVES}".replace("2steps", "1steps")
+    flags = f"-n 2 --start fork {flag} {SAVES}".replace("2steps", "1steps")
     expected = undisturbed(sessions, flags, loop)
     sessions.end(flags.format("saved"), step, loop)
     sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
