@@ -37,7 +37,7 @@ from nbaccel.train.raw_loop.hooks import Hooks, LoopChange
 from nbaccel.train.raw_loop.last_batch import LastBatch
 from nbaccel.train.raw_loop.loader_pass import Place
 from nbaccel.train.raw_loop.part_numbers import PartNumbers
-from nbaccel.train.raw_loop.rank_streams import Seeds
+from nbaccel.train.raw_loop.rank_streams import Seeds, idle_gpu
 from nbaccel.train.raw_loop.trained_tensors import Model
 from nbaccel.train.step.raw_loop_hooks import (
     count_steps_by,
@@ -373,6 +373,8 @@ class Notices:
         more = [f"{len(texts) - _MOST_MODELS} more"] if len(texts) > _MOST_MODELS else []
         self._models = f"gradients of {' and '.join([*texts[:_MOST_MODELS], *more])} averaged"
         self._has_batch_norm = any(model.has_batch_norm for model in models)
+        if line := idle_gpu(model.device for model in models):
+            self.say(line)
 
     def note_split(self, split: Split) -> None:
         """Print the decision on a loader's batches."""

@@ -3,7 +3,7 @@
 torch's generator has two streams. The common one gives the order of samples, as in one process. While the program
 works on this rank's part of a batch, the rank's own stream is active: dropout differs between ranks, and the order of
 samples stays the same in all, however much they draw.
-`use_own_device` is for programs that name "cuda" without a number.
+`use_own_device` is for programs that name "cuda" without a number, `idle_gpu` for those that name no device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from nbaccel.base.world import World
 __all__ = [
     "Seeds",
     "Streams",
+    "idle_gpu",
     "mixed",
     "use_own_device",
 ]
@@ -236,3 +237,21 @@ def use_own_device(world: World) -> None:
             torch.cuda.set_device(world.device_number(torch.cuda.device_count()))
 
     torch.cuda._lazy_call(choose)
+
+
+def idle_gpu(trained_on: Iterable[torch.device]) -> str:
+    """Return a line on the GPU that this rank could use while its loop trains on the CPU; empty if it uses one.
+
+    A loop that prepares nothing computes where its program has put the model.
+
+    Args:
+        trained_on: The devices of what is trained.
+    """
+    if any(device.type != "cpu" for device in trained_on):
+        return ""
+    if not (torch.backends.cuda.is_built() and torch.cuda.is_available()):
+        return ""
+    return (
+        "the model is on the CPU, and the GPU idle: model.to('cuda') above the loop, inputs.to('cuda') and "
+        "targets.to('cuda') in it; --cpu if that is meant"
+    )

@@ -25,6 +25,7 @@ from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers
 from nbaccel.train.raw_loop.hooks import Hooks, LoopChange, runs_in_trainer
 from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassBegin, PassGauges, Place, key_of
 from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
+from nbaccel.train.raw_loop.rank_streams import idle_gpu
 from nbaccel.train.step.raw_loop_hooks import (
     count_steps_by,
     forget,
@@ -197,6 +198,8 @@ class SingleRankWatch:
             return real(outputs, *args, **kwargs)
         if self._backwards == 0:
             emit(TrainingMode(LoopKind.UNMODIFIED))
+            if line := idle_gpu(each.device for each in outputs if isinstance(each, Tensor)):
+                self.say(line)
         elif self._backwards == 1:
             self._meet_optimizers()
         self._steps.enter()  # may raise RunStopped

@@ -145,11 +145,13 @@ class Model:
     Args:
         name: The class, or "tensors".
         parameters: Numbers that are trained.
+        device: Of the first tensor.
     """
 
     name: str
     parameters: int
     root_of: weakref.ref[Module] | None
+    device: torch.device
     has_batch_norm: bool = False
 
 
@@ -394,6 +396,7 @@ class Models:
                 type(root).__name__ if root is not None else "tensors",
                 sum(t.numel() for t, about in zip(family.tensors, family.about, strict=True) if not about.is_buffer),
                 None if root is None else weakref.ref(root),
+                family.tensors[0].device,
                 any(about.norm is not None for about in family.about),
             )
         )

@@ -10,7 +10,10 @@ import torch
 
 from nbaccel.base.world import World
 from nbaccel.train.distributed.partial_state import PartialState
-from nbaccel.train.raw_loop.rank_streams import use_own_device
+from nbaccel.train.raw_loop.loop import Notices
+from nbaccel.train.raw_loop.rank_streams import idle_gpu, use_own_device
+from nbaccel.train.raw_loop.single_rank import SingleRankWatch
+from nbaccel.train.raw_loop.trained_tensors import Model
 
 SECOND = World(1, 2, 1, 2)
 
@@ -56,3 +59,35 @@ def test_a_prepared_loop_finds_its_device_among_those_it_sees(
     )
     assert state.device == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)]
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "trained_on", "is_said"),
+    [(True, [CPU], True), (True, [CPU, CUDA], False), (True, [CUDA], False), (False, [CPU], False)],
+)
+def test_a_loop_on_the_cpu_is_told_of_the_gpu_that_it_leaves_idle(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, trained_on: list[torch.device], is_said: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert idle_gpu(trained_on).startswith("the model is on the CPU, and the GPU idle: model.to('cuda')") == is_said
+
+
+def test_several_ranks_are_told_once(chosen: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    notices = Notices(replace(SECOND, rank=0))
+    for device in (CUDA, CPU, CPU):
+        notices.note_models([Model("Linear", 4, None, device)])
+    assert capsys.readouterr().out.count("the GPU idle") == 1
+
+
+def test_a_single_rank_is_told_once(chosen: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    watch = SingleRankWatch()
+    watch.begin({})
+    model = torch.nn.Linear(2, 1, device="cpu")
+    for _ in range(2):
+        model(torch.ones(1, 2, device="cpu")).sum().backward()
+    watch.end()
+    assert capsys.readouterr().out.count("the GPU idle") == 1
