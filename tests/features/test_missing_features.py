@@ -65,6 +65,7 @@ SHOWN = [
     ("nbaccel", "sweep"),
     ("nbaccel", "init_empty_weights"),
     ("nbaccel.answers", "Failed"),
+    ("nbaccel.utils.deepspeed", "DeepSpeedPlugin"),
     ("nbaccel.big_modeling", "dispatch_model"),
     ("nbaccel.hooks", "CpuOffload"),
     ("nbaccel.utils", "infer_auto_device_map"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.task_end import finish_task
+from nbaccel.errors import RunStopped
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import Results, WorkerBoot, load_named
@@ -81,6 +82,9 @@ class RankParts:
             part.end()
 
     def stop(self, error: BaseException) -> None:
+        if isinstance(error, RunStopped):  # which all ranks meet before the same step
+            with contextlib.suppress(Exception):
+                finish_task()
         for part in self._parts:
             part.stop(error)
 

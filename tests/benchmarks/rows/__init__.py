@@ -15,7 +15,7 @@ __all__ = ["GROUPS", "REPORTS", "rows"]
 
 GROUPS = (
     *("step", "ranks", "sharded", "loader", "collectives", "microbatch", "starts", "cells", "imports", "saves", "logs"),
-    *("recovery", "inference", "unprepared", "first_cell"),
+    *("recovery", "inference", "unprepared", "first_cell", "deepspeed"),
 )
 
 REPORTS = (

@@ -78,6 +78,17 @@ def test_a_trained_model_comes_back_into_the_notebooks_own(notebook: Any, stage:
     assert {entry["step"].item() for entry in names["optimizer"].state.values()} == {7.0}
 
 
+def test_a_run_that_is_stopped_before_a_step_brings_back_a_whole_model(notebook: Any) -> None:
+    notebook.run(MAKES)
+    model = notebook.names["model"]
+    before = model.up.weight.detach().clone()
+    limited = TRAINS.format(stage=3, in_loop="pass").replace("zero_stage=3)", "zero_stage=3), time_limit=0.01")
+    cell = notebook.run(f"%%accelerate -n 2 --cpu --out model\n{limited}")
+    assert "brought back: model (updated in place" in cell.stdout
+    assert model.up.weight.shape == before.shape
+    assert {type(weight) for weight in model.parameters()} == {torch.nn.Parameter}
+
+
 def test_the_strategy_of_the_line_is_the_accelerators(notebook: Any) -> None:
     notebook.run(MAKES)
     cell = notebook.run(
