@@ -13,7 +13,7 @@ import dis
 import re
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = [
     "READ_BY_TEXT",
     "codes_of",
     "first_card_in",
+    "forms_group",
     "knows_ranks",
     "loop_variables",
     "made_before_read",
@@ -75,8 +76,17 @@ def with_their_own(names: Iterable[str], namespace: Mapping[str, Any]) -> set[st
 
 def seeds(parts: Sequence[types.CodeType], namespace: Mapping[str, Any]) -> bool:
     """Return whether the code, or a function of the notebook that it may call, seeds random generators."""
-    called = (namespace.get(name) for name in with_their_own(names_read(parts), namespace))
-    return any(_SEEDS & _all_names(code) for code in (*parts, *(code for value in called for code in codes_of(value))))
+    return _calls(_SEEDS, parts, namespace)
+
+
+def forms_group(parts: Sequence[types.CodeType], namespace: Mapping[str, Any]) -> bool:
+    """Return whether the code, or a function of the notebook that it may call, forms torch's process group by itself.
+
+    Example:
+        >>> forms_group([compile("dist.init_process_group('gloo')", "", "exec")], {})
+        True
+    """
+    return _calls({"init_process_group"}, parts, namespace)
 
 
 def knows_ranks(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], others: Collection[str] = ()) -> bool:
@@ -163,6 +173,12 @@ def _home_of(value: Any) -> tuple[str, ...]:
 def _all_texts(code: types.CodeType) -> set[str]:
     inner = (_all_texts(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return {constant for constant in code.co_consts if isinstance(constant, str)}.union(*inner)
+
+
+def _calls(functions: Set[str], parts: Sequence[types.CodeType], namespace: Mapping[str, Any]) -> bool:
+    called = (namespace.get(name) for name in with_their_own(names_read(parts), namespace))
+    codes = (*parts, *(code for value in called for code in codes_of(value)))
+    return any(functions & _all_names(code) for code in codes)
 
 
 def _all_names(code: types.CodeType) -> set[str]:

@@ -150,3 +150,24 @@ def test_a_backward_on_the_cpu_before_does_not_break_the_ranks_and_its_cell_is_n
     assert losses[-1] < losses[0]
     assert not was_forked_from_the_kernel(kernel)
     assert f"since cell [{number}]\n" in kernel.do("%accelerate start -n 2 --cpu").stdout
+
+
+FORMS_A_GROUP = """
+import torch.distributed as dist
+
+def meet():
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "zygote"])
+def test_a_program_that_forms_its_own_process_group_meets_none_of_ours(new_kernel: Kernels, start: str) -> None:
+    kernel = new_kernel()
+    kernel.do(f"import torch\n%load_ext nbaccel\n{FORMS_A_GROUP}")
+    kernel.do(accelerate("total = meet()", start))
+    assert kernel.value("total") == 2
+    kernel.do(accelerate("there = accelerator.reduce(torch.ones(1)).item()", start))
+    assert kernel.value("there") == 2

@@ -37,7 +37,8 @@ class ExportedScript:
     def __str__(self) -> str:
         trained = self.needed.trained
         futures, above = self._bodies()
-        binds = "" if "accelerator" not in trained.facts.binds else ", binds_accelerator=False"
+        forms_group = "init_process_group" in trained.code and "accelerator" not in trained.facts.reads
+        binds = ", binds_accelerator=False" if forms_group or "accelerator" in trained.facts.binds else ""
         parts = [
             f'"""{self._heading()}"""',
             *futures,

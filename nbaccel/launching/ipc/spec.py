@@ -54,7 +54,8 @@ def set_up(setup: str | None, task: Task) -> TaskWatch | None:
     Where the launch names no setup, and a flag changes loops, they are changed.
     """
     if setup is not None:
-        found: TaskWatch | None = load_named(setup)(task.namespace)
+        binds = {} if task.binds_accelerator else {"binds_accelerator": False}
+        found: TaskWatch | None = load_named(setup)(task.namespace, **binds)
         return found
     if not RunSettings.from_env().changes_loops:
         return None
@@ -113,6 +114,9 @@ class Task(ABC):
 
     knows_ranks: bool = True
     """True if its code is written for several ranks; else all ranks continue with the kernel's random numbers."""
+
+    binds_accelerator: bool = True
+    """False if its code forms torch's process group by itself: the `accelerator` of a cell comes with one."""
 
     first_card: str = ""
     """The words by which its code names the first GPU that it sees; empty if it has none. See `card_numbers`."""

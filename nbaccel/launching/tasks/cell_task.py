@@ -29,6 +29,7 @@ from nbaccel.namespace.arrays import TensorChange
 from nbaccel.namespace.inventory import Baseline, ObjectPlace, belongs_to_ipython, found_at
 from nbaccel.namespace.kind import Change
 from nbaccel.namespace.names import (
+    forms_group,
     knows_ranks,
     loop_variables,
     made_before_read,
@@ -338,6 +339,12 @@ class CellTask(Task):
         return knows_ranks(self._parts, self.namespace, self._in_magics)
 
     @cached_property
+    def binds_accelerator(self) -> bool:  # type: ignore[override]
+        if not self.knows_ranks or _ACCELERATOR in self.names_mentioned():
+            return True
+        return not forms_group(self._parts, self.namespace)
+
+    @cached_property
     def first_card(self) -> str:  # type: ignore[override]  # found out where it is asked first
         return says_first_card(self._parts, self.namespace, self._in_magics)
 
@@ -389,6 +396,7 @@ class CellTask(Task):
         out = None if self.leaves_all else self.out
         head: dict[str, Any] = {"source": self.source, "out": out, "result_rank": self.result_rank, "unsent": {}}
         head |= {"debugged": self.debugged, "random": self.random, "knows_ranks": self.knows_ranks}
+        head["binds_accelerator"] = self.binds_accelerator
         head["flags"] = self.flags
         head["cells"] = {} if self.home is None else self.home.new_cells()
         head["own"] = self._own_facts()
@@ -456,6 +464,7 @@ class CellTask(Task):
             **head["own"],
         )
         task._unsent, task.random, task.knows_ranks = head["unsent"], head["random"], head["knows_ranks"]
+        task.binds_accelerator = head["binds_accelerator"]
         task.flags = head["flags"]
         return task
 
