@@ -242,7 +242,7 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB"):
+    for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000
