@@ -251,7 +251,6 @@ GROUPS = (
         is_matplotlib_available, is_pandas_available, is_rich_available, is_torchvision_available | yes
         find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
         FullyShardedDataParallelPlugin | differs | FSDP2 alone; options of FSDP1 are translated, or named in one warning
-        DeepSpeedPlugin | differs | stages 1 to 3 of one model; with the package `deepspeed`
         TorchDynamoPlugin | yes
         DynamoBackend, MegatronLMPlugin, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no

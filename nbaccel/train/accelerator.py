@@ -64,7 +64,6 @@ from nbaccel.train.prepare.preparer import Preparer
 from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (
-    PLUGINS_OF_FEATURES,
     AutocastKwargs,
     KwargsHandler,
     PluginsNotHere,
@@ -130,6 +129,7 @@ class Accelerator(ProcessControl):
         strategy: "ddp": every rank holds the whole model. "fsdp": each rank holds a part of it. "single": the run has
             one process. Or the name of a strategy that another package installs. "auto" is "ddp" or "single".
         fsdp_plugin: Options of "fsdp". It chooses that strategy as well.
+        deepspeed_plugin: Options of "deepspeed", a `DeepSpeedPlugin`. It chooses that strategy as well.
         **not_here: Options of Accelerate that nbaccel does not have. Each is refused by its name.
 
     Example:
@@ -186,9 +186,10 @@ class Accelerator(ProcessControl):
         rng_types: Sequence[str] | None = None,
         strategy: str | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugin: Any = None,
         **not_here: Unpack[PluginsNotHere],
     ) -> None:
-        plugins = {**{name: not_here.get(name) for name in PLUGINS_OF_FEATURES}, "fsdp_plugin": fsdp_plugin}
+        plugins = {"fsdp_plugin": fsdp_plugin, "deepspeed_plugin": deepspeed_plugin}
         if not_here:
             refuse_plugins(not_here, signature(Accelerator.__init__).parameters)
         refuse_plugins_of_the_environment()

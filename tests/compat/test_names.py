@@ -170,7 +170,6 @@ def test_prepared_objects_are_of_accelerates_classes() -> None:
 _NOT_HERE = "what it configures is not here; see the compatibility page"
 _DIFFERENCES = {
     "Accelerator": {
-        "deepspeed_plugin": "taken among the arguments of features",
         "deepspeed_plugins": _NOT_HERE,
         "torch_tp_plugin": _NOT_HERE,
         "megatron_lm_plugin": _NOT_HERE,

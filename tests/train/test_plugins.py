@@ -241,7 +241,7 @@ def test_every_argument_of_the_real_constructor_is_taken_or_refused_by_name() ->
     accelerate = pytest.importorskip("accelerate")
     theirs = set(inspect.signature(accelerate.Accelerator.__init__).parameters)
     ours = set(inspect.signature(Accelerator.__init__).parameters)
-    assert theirs - ours == {*REFUSED, "parallelism_config", "deepspeed_plugin", "deepspeed_plugins"}
+    assert theirs - ours == {*REFUSED, "parallelism_config", "deepspeed_plugins"}
     with pytest.warns(UserWarning, match="rng_types"):
         Accelerator(rng_types=["generator", "torch"])
 

@@ -15,12 +15,10 @@ from datetime import timedelta
 from enum import Enum, EnumMeta, StrEnum
 from typing import Any, Literal, TypedDict
 
-from nbaccel.base.settings import PARTITIONING
 from nbaccel.base.values import frozen
 from nbaccel.train.step.environment import parse_choice_from_env, parse_flag_from_env
 
 __all__ = [
-    "PLUGINS_OF_FEATURES",
     "AutocastKwargs",
     "BaseEnum",
     "DDPCommunicationHookType",
@@ -250,17 +248,13 @@ class Handlers:
 
 
 class PluginsNotHere(TypedDict, total=False):
-    """Arguments of Accelerate's constructor that belong to a feature, or are accepted only as None."""
+    """Arguments of Accelerate's constructor that are accepted only as None."""
 
-    deepspeed_plugin: Any
     deepspeed_plugins: Any
     megatron_lm_plugin: Any
     torch_tp_plugin: Any
     parallelism_config: Any
 
-
-PLUGINS_OF_FEATURES = frozenset(f"{name}_plugin" for name in PARTITIONING)
-"""Arguments with the options of a strategy that a feature brings."""
 
 _FITS = (
     "To make a model fit: strategy='fsdp', by which each rank holds a part of it, mixed_precision='bf16' or 'fp16', "
@@ -295,11 +289,9 @@ def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
         TypeError: Neither library has such an argument.
 
     Example:
-        >>> refuse_plugins({"deepspeed_plugin": None}, ())
+        >>> refuse_plugins({"megatron_lm_plugin": None}, ())
     """
     for name, value in given.items():
-        if name in PLUGINS_OF_FEATURES:
-            continue
         if name not in _INSTEAD:
             alike = difflib.get_close_matches(name, [*known, *_INSTEAD], n=1)
             meant = f"; did you mean {alike[0]}?" if alike else ""
