@@ -24,7 +24,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "salloc", "srun", "scontrol")
 
 @pytest.fixture(scope="module")
 def allocation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Runs the script inside of an allocation of both machines."""
+    """Runs a script inside of an allocation of both machines."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         pytest.skip(f"there is no {missing[0]} here (Debian: slurmctld, slurmd, slurm-client, munge)")
     folder = Path(tmp_path_factory.mktemp("slurm"))
@@ -53,11 +53,11 @@ def allocation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             for host in HOSTS:
                 start(machines.spaces[host], host, "slurmd", "-D", "-f", str(folder / "slurm.conf"), own=True)
 
-            def inside(what: str, timeout_s: float = 200) -> list[Any]:
-                (folder / "script.py").write_text(SCRIPT)
+            def inside(script: str, *words: str, timeout_s: float = 200) -> list[Any]:
+                (folder / "script.py").write_text(script)
                 command = ["ip", "netns", "exec", machines.spaces["front"], "salloc", "-N2", "--quiet"]
                 done = subprocess.run(
-                    [*command, sys.executable, str(folder / "script.py"), what, "slurm"],
+                    [*command, sys.executable, str(folder / "script.py"), *words],
                     env={**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                     cwd=folder,
                     capture_output=True,
@@ -116,7 +116,7 @@ def _logs(folder: Path) -> str:
 
 
 def test_ranks_of_an_allocation_meet_fail_by_name_and_are_quick_the_second_time(allocation: Any) -> None:
-    first, second, failed = allocation("functions")
+    first, second, failed = allocation(SCRIPT, "functions", "slurm")
     assert [total for total, _ in first[0]] == [60] * 4, first
     where = [(names["NODE_RANK"], names["SLURMD_NODENAME"]) for _, names in first[0]]
     assert where == [("0", "east"), ("0", "east"), ("1", "west"), ("1", "west")]
@@ -126,5 +126,5 @@ def test_ranks_of_an_allocation_meet_fail_by_name_and_are_quick_the_second_time(
 
 
 def test_cells_train_there_as_in_four_local_ranks(allocation: Any) -> None:
-    for difference, _ in allocation("cells"):
+    for difference, _ in allocation(SCRIPT, "cells", "slurm"):
         assert difference < 1e-6
