@@ -154,7 +154,7 @@ class DeepSpeedPlugin(KwargsHandler):
         is_train_batch_min: Accepted; the batch size is that of the first loader prepared.
         offload_optimizer_device, offload_param_device: "none", "cpu" or "nvme"; parameters only in stage 3.
         offload_optimizer_nvme_path, offload_param_nvme_path: Folders on a disk, for "nvme".
-        zero3_init_flag: transformers builds models in parts (``zero.Init``), in stage 3.
+        zero3_init_flag: Accepted; a model is built whole, on the host, and cut into parts when it is prepared.
         zero3_save_16bit_model: Accepted; what is saved does not depend on it.
         transformer_moe_cls_names, enable_msamp, msamp_opt_level: Accepted, with one warning where they are given.
 
@@ -184,9 +184,7 @@ class DeepSpeedPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         if self._is_read:
             return
-        idle = [
-            name for name in ("transformer_moe_cls_names", "enable_msamp", "msamp_opt_level") if getattr(self, name)
-        ]
+        idle = [name for name in _IDLE if getattr(self, name)]
         if idle:
             verb = "have" if len(idle) > 1 else "has"
             warn_user(f"DeepSpeedPlugin: {', '.join(idle)} {verb} no effect here.")
