@@ -10,7 +10,8 @@ from nbaccel.base.quantities import duration, plural
 __all__ = ["RankCounts"]
 
 _LEAST_GAIN = 1.1
-"""How much faster the other run was at least."""
+_LEAST_GAIN_S = 1.0
+"""How much faster the other run was at least, as a factor and in seconds."""
 
 
 class RankCounts:
@@ -28,7 +29,7 @@ class RankCounts:
         self._fastest: dict[str, dict[int, tuple[float, str]]] = {}
 
     def note(self, code: str, ranks: int, seconds: float, cell: str) -> str:
-        """Record a run that ended well; return a line if another number of ranks was faster, else an empty text.
+        """Record a training that ended well; return a line if another number of ranks was faster, else an empty text.
 
         Args:
             code: The text of the cell below its flags.
@@ -40,7 +41,7 @@ class RankCounts:
         others = [(*run, number) for number, run in runs.items() if number != ranks]
         runs[ranks] = min(runs.get(ranks, (seconds, cell)), (seconds, cell))
         least, where, number = min(others, default=(seconds, cell, ranks))
-        if seconds < least * _LEAST_GAIN:
+        if seconds < max(least * _LEAST_GAIN, least + _LEAST_GAIN_S):
             return ""
         verb = "has" if number == 1 else "have"
         return f"{plural(number, 'rank')} {verb} done this cell in {duration(least)} ({where}): -n {number}"

@@ -345,7 +345,7 @@ class Session:
         finally:
             # Last, because it takes a moment that an interrupt may end: everything else is in the notebook.
             run.show_end()
-            if run.end == "done" and not run.ended.stays:
+            if run.end == "done" and run.kept.history.steps and not run.ended.stays:
                 ranks = run.spec.world_size
                 if line := self._rank_counts.note(run.source.code, ranks, run.kept.seconds, run.source.name):
                     self.say(line)

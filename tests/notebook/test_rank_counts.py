@@ -24,3 +24,5 @@ def test_nothing_is_said_of_other_cells_or_where_both_are_alike() -> None:
     counts.note("train()", 1, 1.0, "Cell In[2]")
     assert counts.note("train(2)", 2, 4.0, "Cell In[3]") == ""
     assert counts.note("train()", 2, 1.05, "Cell In[4]") == ""
+    counts.note("short()", 1, 0.1, "Cell In[5]")
+    assert counts.note("short()", 2, 1.0, "Cell In[6]") == "", "nobody waits for less than a second"
