@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -122,6 +123,7 @@ class CellTask(Task):
         self._started_with = {name: id(value) for name, value in namespace.items()}
         self._is_copy = is_copy
         self._marks: dict[str, int] = {}
+        self._to_rebind: dict[str, weakref.ref[Any]] = {}
         self._old = OldValues((), namespace, "", ())
         self._baseline: Baseline | None = None
         self._looked_at: list[str] = []
@@ -148,6 +150,9 @@ class CellTask(Task):
         if not self.leaves_all:
             with suppress(Exception):  # as in `results`
                 self._marks = self._marked()
+            for name in self.binds() & self.namespace.keys():
+                with suppress(TypeError):  # numbers, texts and containers have no weak references
+                    self._to_rebind[name] = weakref.ref(self.namespace[name])
         if self.home is None:  # persistent ranks keep their own variables
             is_swept = RunSettings.from_env().swept_values is not None
             self._old = OldValues(self.out, self.namespace, self.source.code, self._parts, is_swept)
@@ -314,11 +319,19 @@ class CellTask(Task):
             for name in sorted(self.binds() - set(self.out))
             if not name.startswith("_")
             and name in self.namespace
-            and id(self.namespace[name]) != self._started_with.get(name)
+            and self._is_new(name)
             and _is_data(self.namespace[name])
             and not _is_loader(self.namespace[name])
             and not self._holds_only_what_was_there(self.namespace[name])
         ]
+
+    def _is_new(self, name: str) -> bool:
+        """Return whether the cell has bound `name` to an object that was not there before.
+
+        A second tensor may lie where the first one was, and has its id then.
+        """
+        value, before = self.namespace[name], self._to_rebind.get(name)
+        return id(value) != self._started_with.get(name) or (before is not None and before() is not value)
 
     def _holds_only_what_was_there(self, value: Any) -> bool:
         """Return whether `value` is a tuple or list of the notebook's objects, such as a launcher's arguments."""

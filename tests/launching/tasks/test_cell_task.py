@@ -165,3 +165,12 @@ def test_an_object_that_the_notebook_had_is_left_if_it_was_changed() -> None:
     assert (
         left("with torch.no_grad():\n    model.weight += 1\n1 / 0", "model", model=model, torch=torch)["model"] is model
     )
+
+
+def test_a_tensor_that_lies_where_the_one_before_it_was_is_new() -> None:
+    code = "old = id(loss)\nfor _ in range(100):\n    loss = torch.ones(1)\n    if id(loss) == old:\n        break"
+    namespace: dict[str, Any] = {"__name__": "__main__", "torch": torch, "loss": torch.ones(1)}
+    task = CellTask(CellSource(code, "Cell In[1]"), namespace, ("old",))
+    task.run()
+    assert namespace["old"] == id(namespace["loss"])
+    assert task.results(0).facts["not_asked"] == ["loss"]
