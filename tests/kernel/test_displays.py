@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fixtures.kernels import Kernels
 from kernel.harness import Cell, RealKernel, accelerate
 
 
@@ -73,6 +74,15 @@ def test_a_notebook_progress_bar_appears_as_text(kernel: RealKernel, start: str)
     for bar in ("late: 100%", "7/7", "early: 100%", "9/9"):
         assert bar in cell.text, cell.text
     assert not any("widget-view" in mime for data in cell.displays for mime in data)
+
+
+def test_a_bar_that_a_forked_cell_has_imported_first_is_the_notebooks_own(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("%load_ext nbaccel")
+    cell = kernel.do(accelerate("from tqdm.auto import tqdm\nfor _ in tqdm(range(7)): pass", "fork"))
+    assert "7/7" in cell.text
+    kernel.do("import tqdm.auto as auto, tqdm.notebook as notebook")
+    assert kernel.value("tqdm is auto.tqdm and issubclass(tqdm, notebook.tqdm_notebook)") is True
 
 
 def test_a_ranks_clear_output_spares_the_notebooks_own_output(kernel: RealKernel, start: str) -> None:

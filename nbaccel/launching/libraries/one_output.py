@@ -80,8 +80,9 @@ class ProgressBars(RankPart):
             return make
 
         notebook = getattr(sys.modules.get("tqdm.notebook"), "tqdm_notebook", module.tqdm)
-        for kind in {module.tqdm, notebook}:  # the notebook's class has its own constructor
-            kind.__init__ = no_file(kind.__init__)
+        for kind in {module.tqdm, notebook}:
+            if "__init__" in vars(kind):  # the notebook's class has its own
+                kind.__init__ = no_file(kind.__init__)
 
     def _watch_rich(self, module: Any) -> None:
         makes = module.Progress.__init__

@@ -190,7 +190,11 @@ def _pass_output_widgets(rank: int, module: Any) -> None:
 
 
 class _TextBars(types.ModuleType):
-    """Replacement of `tqdm.notebook`, which `tqdm.auto` chooses in a kernel: the same names, with text bars."""
+    """Replacement of `tqdm.notebook`, which `tqdm.auto` chooses in a kernel: the same names, with text bars.
+
+    The bar is a class of this module, so the one that `tqdm.auto` derives from it is of that module: what a cell
+    imports goes back by its name, and is the notebook's bar there.
+    """
 
     WARN_NOIPYW = ""
     IProgress = object
@@ -199,7 +203,8 @@ class _TextBars(types.ModuleType):
         from tqdm import std
 
         if name in ("tqdm", "tqdm_notebook"):
-            return std.tqdm
+            self.tqdm = self.tqdm_notebook = type("tqdm_notebook", (std.tqdm,), {"__module__": self.__name__})
+            return self.tqdm
         if name in ("trange", "tnrange"):
             return std.trange
         raise AttributeError(name)
