@@ -113,11 +113,11 @@ def time_text(seconds: float) -> str:
     """Return a time as `parse_seconds` reads it, exactly: as the value of a flag.
 
     Example:
-        >>> time_text(41400.0), time_text(90), time_text(0.5)
-        ('11h30min', '1min30s', '0.5s')
+        >>> time_text(41400.0), time_text(90), time_text(0.5), time_text(119.96)
+        ('11h30min', '1min30s', '0.5s', '2min')
     """
-    hours, rest = divmod(seconds, 3600)
-    minutes, rest = divmod(rest, 60)
+    minutes, rest = divmod(round(seconds, 1), 60)
+    hours, minutes = divmod(minutes, 60)
     parts = [(hours, "h"), (minutes, "min"), (round(rest, 1), "s")]
     return "".join(f"{number:g}{unit}" for number, unit in parts if number) or "0s"
 

@@ -90,6 +90,7 @@ class LivePanel(RunView):
     def tick(self, now: float) -> None:
         if now < self._due - TICK_SLACK_S or not self._is_worth_a_word(now - self._began):
             return
+        self.write_heading()  # a run that says nothing yet has its panel below that line
         self._frames.get_ready()
         cpu_s = time.thread_time()
         bundle = self._bundle(now - self._began)

@@ -311,7 +311,12 @@ def refuse_nested_launch() -> None:
         )
 
 
-def load_once(named: Sequence[str], settings: RunSettings | None = None, world_size: int = 1) -> None:
+def load_once(
+    named: Sequence[str],
+    settings: RunSettings | None = None,
+    world_size: int = 1,
+    warm: Sequence[str] = _WARM_MODULES,
+) -> None:
     """Load in the kernel what every rank would load: its first DDP model would otherwise take 0.8 s for modules.
 
     It uses a thread, which an interrupt does not reach: a half-imported torch cannot be repaired, and would break the
@@ -323,8 +328,9 @@ def load_once(named: Sequence[str], settings: RunSettings | None = None, world_s
     Args:
         named: Objects, as "module:name"; such a module may have a function `load_for_ranks`, which loads what ranks
             with these settings need.
+        warm: Modules that every rank uses.
     """
-    modules = [*_WARM_MODULES, *(each.partition(":")[0] for each in named)]
+    modules = [*warm, *(each.partition(":")[0] for each in named)]
     asks = settings is not None and settings.strategy is not None  # of which the modules are not known here
     is_loaded = not asks and all(module in sys.modules for module in modules)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class IdleLoading:
 
     def _load_now(self) -> None:
         self._is_loaded = True
-        self._load()
+        with suppress(Exception):  # the first magic meets it again, and says it
+            self._load()
 
 
 _IDLE_S = 0.5
@@ -68,4 +70,5 @@ def _load_for_cells() -> None:
     from nbaccel.launching.launcher import load_once
     from nbaccel.notebook.session import SETUP
 
-    load_once([SETUP, "nbaccel.notebook.cell_mode:run_cell"])
+    # Without torch._dynamo, which reads variables when it is imported: a later cell may set them.
+    load_once([SETUP, "nbaccel.notebook.cell_mode:run_cell"], warm=())

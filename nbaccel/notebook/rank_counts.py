@@ -5,6 +5,8 @@ Nothing is estimated: another number of ranks is named where this kernel has run
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from nbaccel.base.quantities import duration, plural
 
 __all__ = ["RankCounts"]
@@ -15,29 +17,29 @@ _LEAST_GAIN_S = 1.0
 
 
 class RankCounts:
-    """The fastest run of each cell, by its number of ranks.
+    """The fastest run of each work, by its number of ranks.
 
     Example:
         >>> counts = RankCounts()
-        >>> counts.note("train()", 1, 1.1, "Cell In[3]")
+        >>> counts.note(("train()", 90), 1, 1.1, "Cell In[3]")
         ''
-        >>> counts.note("train()", 2, 4.3, "Cell In[4]")
+        >>> counts.note(("train()", 90), 2, 4.3, "Cell In[4]")
         '1 rank has done this cell in 1.1 s (Cell In[3]): -n 1'
     """
 
     def __init__(self) -> None:
-        self._fastest: dict[str, dict[int, tuple[float, str]]] = {}
+        self._fastest: dict[Hashable, dict[int, tuple[float, str]]] = {}
 
-    def note(self, code: str, ranks: int, seconds: float, cell: str) -> str:
+    def note(self, work: Hashable, ranks: int, seconds: float, cell: str) -> str:
         """Record a training that ended well; return a line if another number of ranks was faster, else an empty text.
 
         Args:
-            code: The text of the cell below its flags.
+            work: Equal for equal work: the cell's text, its steps, its flags.
             ranks: The number of ranks.
             seconds: The duration of the whole run.
             cell: The name of the cell.
         """
-        runs = self._fastest.setdefault(code.strip(), {})
+        runs = self._fastest.setdefault(work, {})
         others = [(*run, number) for number, run in runs.items() if number != ranks]
         runs[ranks] = min(runs.get(ranks, (seconds, cell)), (seconds, cell))
         least, where, number = min(others, default=(seconds, cell, ranks))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.base.events import LoopKind
 from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import duration
 from nbaccel.base.world import is_notebook_kernel
@@ -345,10 +346,23 @@ class Session:
         finally:
             # Last, because it takes a moment that an interrupt may end: everything else is in the notebook.
             run.show_end()
-            if run.end == "done" and run.kept.history.steps and not run.ended.stays:
-                ranks = run.spec.world_size
-                if line := self._rank_counts.note(run.source.code, ranks, run.kept.seconds, run.source.name):
-                    self.say(line)
+            if line := self._faster_number_of_ranks(run):
+                self.say(line)
+
+    def _faster_number_of_ranks(self, run: CellRun) -> str:
+        """Return a line if this kernel has done the same work faster in another number of ranks.
+
+        Only unmodified loops are compared: in a prepared one an epoch of more ranks has fewer steps.
+        """
+        history = run.kept.history
+        is_unmodified = history.mode is not None and history.mode.kind == LoopKind.UNMODIFIED
+        if run.end != "done" or run.ended.stays or not is_unmodified or not history.steps or history.resumed:
+            return ""
+        choices = {
+            name: text for name, text in run.kept.origin.choices.items() if name not in ("num_processes", "seed")
+        }
+        work = run.source.code.strip(), history.steps, tuple(sorted(choices.items()))
+        return self._rank_counts.note(work, run.spec.world_size, run.kept.seconds, run.source.name)
 
 
 def _refuse_unknown(flag: str, names: Collection[str] | None, known: Collection[str], who_has_not: str) -> None:

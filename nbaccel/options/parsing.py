@@ -227,7 +227,7 @@ COMMANDS = (
 
 _DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 
-_OF_OTHERS = {"--nproc-per-node": "-n", "--num-gpus": "-n"}
+_OF_OTHERS = dict.fromkeys(("--nproc-per-node", "--nproc", "--num-gpus", "--num-gpu", "--gpus"), "-n")
 """Flags of other launchers, and the project's flags with the same meaning."""
 
 _HELP = "%accelerate? lists every flag."
@@ -278,8 +278,11 @@ def what_is_unknown(parser: argparse.ArgumentParser, word: str, following: str =
     if (command := flag.lstrip("-")) in COMMANDS:
         return f"{word!r} is a command: %accelerate {command}, with one percent sign."
     if flag.startswith("-"):
-        every = [name for action in parser._actions for name in action.option_strings]
-        alike = difflib.get_close_matches(flag.replace("_", "-"), every, n=1)
+        is_long = flag.startswith("--")
+        every = [
+            name for action in parser._actions for name in action.option_strings if name.startswith("--") == is_long
+        ]
+        alike = difflib.get_close_matches(flag.replace("_", "-"), every, n=1, cutoff=0.65)
         return f"there is no flag {flag}{f'; did you mean {alike[0]}?' if alike else '.'}"
     if flag.startswith(_DASHES):
         return f"{word!r} begins with a dash that is no hyphen, as texts on the web do; write - or --."

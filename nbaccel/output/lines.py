@@ -31,7 +31,7 @@ _UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*)?)\Z")  # a carriage return m
 
 
 class LastState(bytes):
-    """A line that was rewritten before the cursor left it: the last state of a progress bar."""
+    """The last state of a progress bar, with times that no other rank's has."""
 
 
 class LineReader:
@@ -165,7 +165,10 @@ class _Row:
         return not self.text.strip()
 
     def line(self) -> bytes:
-        return LastState(self.text.rstrip().encode()) if self.is_bar else self.text.encode()
+        if not self.is_bar:
+            return self.text.encode()
+        text = self.text.rstrip()
+        return LastState(text.encode()) if _WHOLE_BAR.search(text) else text.encode()
 
 
 class _Terminal:

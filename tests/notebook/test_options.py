@@ -236,5 +236,7 @@ def test_a_strategy_of_another_package_is_a_choice_by_its_exact_name(
     (installed / "entry_points.txt").write_text("[nbaccel_strategies]\nTheirOwn = theirs:Strategy\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert options("--strategy TheirOwn") == RunOptions(strategy="TheirOwn")
-    with pytest.raises(UsageError, match="a strategy is auto, single, ddp, fsdp or TheirOwn; got 'theirown'"):
+    with pytest.raises(
+        UsageError, match="a strategy is auto, single, ddp, fsdp, deepspeed or TheirOwn; got 'theirown'"
+    ):
         options("--strategy theirown")

@@ -7,7 +7,7 @@ from nbaccel.notebook.rank_counts import RankCounts
 
 def test_the_fastest_other_number_of_ranks_is_named() -> None:
     counts = RankCounts()
-    assert counts.note("train()\n", 2, 4.0, "Cell In[2]") == ""
+    assert counts.note("train()", 2, 4.0, "Cell In[2]") == ""
     assert counts.note("train()", 1, 1.5, "Cell In[3]") == ""
     assert counts.note("train()", 1, 1.0, "Cell In[4]") == "", "of one number of ranks nothing is compared"
     assert counts.note("train()", 4, 9.0, "Cell In[5]") == "1 rank has done this cell in 1 s (Cell In[4]): -n 1"

@@ -30,20 +30,25 @@ class Machine:
 
     Args:
         ranks: Their number.
-        cores: The cores of each.
+        cpus: The cores of all.
         threads: The threads of torch in each.
         capability: Compute capability of the weakest GPU; None without one.
     """
 
     ranks: int
-    cores: int
+    cpus: int
     threads: int
     capability: tuple[int, int] | None = None
+
+    @property
+    def cores(self) -> int:
+        """The cores of each rank."""
+        return max(1, self.cpus // self.ranks)
 
     def one_rank(self, plan: LaunchPlan) -> LaunchPlan:
         """Return the plan of a cell with one rank, on the devices of the first, with the threads of all."""
         devices = replace(plan.devices, num_processes=1, gpus=plan.devices.of_rank(0))
-        threads = threads_per_rank(self.cores * self.ranks, 1, ProcessState.now().threads)
+        threads = threads_per_rank(self.cpus, 1, ProcessState.now().threads)
         return replace(plan, devices=devices, threads=threads)
 
 

@@ -201,7 +201,7 @@ def machine_of(plan: LaunchPlan, survey: Survey) -> Machine:
     """Return the processors, threads and GPUs that one rank of a plan has."""
     ranks, gpus = plan.devices.num_processes, plan.devices.gpus
     capability = min((gpu.compute_capability for gpu in gpus), default=None)
-    return Machine(ranks, max(1, survey.cpu_count // ranks), plan.threads, capability)
+    return Machine(ranks, survey.cpu_count, plan.threads, capability)
 
 
 def cells_of(shell: Any, source: CellSource) -> NotebookCells:

@@ -361,6 +361,7 @@ class Notices:
         """Begin a task.  namespace: the cell's names."""
         self._namespace = namespace or {}
         self._said: set[str] = set()
+        self._is_told = False  # how the batches are shared
         self._models = ""
         self._has_batch_norm = False
         self._whole = ""
@@ -378,6 +379,7 @@ class Notices:
 
     def note_split(self, split: Split) -> None:
         """Print the decision on a loader's batches."""
+        self._is_told = True
         ranks = self._world.world_size
         if not split.is_split:
             self._whole = split.why
@@ -444,6 +446,7 @@ class Notices:
 
     def note_no_loader(self) -> None:
         """Print that the loop trained without a loader."""
+        self._is_told = True
         self.say(
             f"no loader hands out batches: each of {self._world.world_size} ranks does all steps, the same work unless "
             "it draws its data at random. -n 1 does it once"
@@ -451,7 +454,7 @@ class Notices:
 
     def note_same_work(self, is_stepped: bool) -> None:
         """Print, at the end of a task, that no batch was split.  is_stepped: an optimizer has stepped."""
-        if not self._said:
+        if not self._is_told:
             why = "" if is_stepped else ": it computes gradients, and trains nothing"
             self.say(f"each of {self._world.world_size} ranks has done all of this loop's work{why}. -n 1 does it once")
 

@@ -30,7 +30,7 @@ OPTIMIZER = {"name": "optimizer", "is_of_torch": True, "can_fuse": True, "fused"
 MODEL = {"name": "model", "has_convolutions": False, "is_random": False, "is_compiled": False}
 TIMES = {"whole_s": 3.0, "first_step_s": 1.0, "loader_s": 1.0, "draws": False}
 FACTS: dict[str, Any] = {**TIMES, "loader": LOADER, "optimizer": OPTIMIZER, "model": MODEL}
-CPUS = Machine(ranks=2, cores=2, threads=2)
+CPUS = Machine(ranks=2, cpus=4, threads=2)
 
 Speed = Callable[[SpeedChange], float]
 
