@@ -140,7 +140,7 @@ def test_the_offline_folder_has_what_kaggle_lacks_and_all_else_is_there() -> Non
 def test_the_extras_are_what_the_tests_run() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(extras) == {"tensorboard", "wandb", "mlflow", "ray", "demo", "dev", "docs", "strangers"}
+    assert set(extras) == {"tensorboard", "wandb", "mlflow", "deepspeed", "ray", "demo", "dev", "docs", "strangers"}
     tested = {requirement.partition("-")[0] for requirement in extras["dev"]}
     assert {package for name in ("tensorboard", "wandb", "mlflow") for package in extras[name]} <= tested
 

@@ -83,7 +83,8 @@ def test_with_ranks_each_wrong_use_is_one_sentence(staying: Any) -> None:
         "--strategy fsdp.",
         "%%accelerate --only 2\n1": "--only 2: 2 ranks stay, 0-1; name some of these.",
         "%%accelerate --only all\n1": "--only: all ranks take part in a cell without it; name some, such as 0,2-3.",
-        "%%accelerate --ranks 5\n1": "--ranks 5: this run has 2 ranks, 0-1; name some of these, or all.",
+        "%%accelerate --ranks 5\n1": "--ranks 5 chooses whose output is shown, and this run has 2 ranks, 0-1: "
+        "name some of these, or all. For 5 ranks write -n 5.",
         "%accelerate push": "%accelerate push needs names of variables: no name was given; write names with commas "
         "between them, such as model,history.",
         "%accelerate push valu": "%accelerate push valu: the notebook has no variable of that name (did you mean "
