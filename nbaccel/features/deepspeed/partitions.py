@@ -31,6 +31,7 @@ __all__ = [
     "load_whole_optimizer",
     "whole_model",
     "whole_optimizer",
+    "zero_gradients",
 ]
 
 _PUT_THERE = frozenset(
@@ -73,6 +74,16 @@ def gradients(engine: Any) -> list[Tensor]:
     if getattr(optimizer, "offload_optimizer", False):
         return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat if flat.grad is not None]
     return [piece for pieces in optimizer.averaged_gradients.values() for piece in pieces or ()]
+
+
+def zero_gradients(engine: Any) -> None:
+    """Make zeros of all gradients that the engine has: of a step, and of a window that is not whole. No collective."""
+    optimizer = engine.optimizer
+    kept: list[Any] = [gradients(engine)]
+    kept += getattr(optimizer, "all_grad_tensors", {}).values()  # of stages 1 and 2, by groups
+    for piece in (piece for pieces in kept for piece in pieces or ()):
+        if piece is not None:
+            piece.zero_()
 
 
 def gradient_norm(engine: Any, norm_type: float, device: torch.device) -> Tensor:

@@ -50,6 +50,14 @@ _ENDED = (
 _OF_MATRICES = frozenset({"Adafactor", "LARS", "LBFGS", "Lamb", "Muon", "Shampoo", "SOAP", "SparseAdam"})
 """Classes of optimizers whose step of one element depends on the shape, or on a norm, of the whole parameter."""
 
+_ONE_BACKWARD = (
+    "accelerator.backward: the second one for one step, and DeepSpeed with an optimizer on the host would forget the "
+    "first. Add the losses and call it once, use accelerator.accumulate, or leave offload_optimizer_device out"
+)
+_AFTER_A_WINDOW = (
+    "accelerator.backward under no_sync, after one that ended its window and before the step: DeepSpeed would lose one "
+    "of them. Step first, or put no_sync around all backwards but the last"
+)
 _TOGETHER = "model, optimizer = accelerator.prepare(model, optimizer)"
 
 
@@ -78,6 +86,8 @@ class ZeroPartitioned(Strategy):
         self._schedules: list[DummyScheduler] = []
         self._hooks: list[Any] = []
         self._has_ended = False
+        self._is_due = False  # a whole window of gradients waits for its step
+        self._has_gradients = False  # there was a backward since gradients were zeros
         self._statistics: list[Tensor] = []
 
     @property
@@ -172,7 +182,7 @@ class ZeroPartitioned(Strategy):
             optimizer.take(engine.basic_optimizer)
         for schedule in self._schedules:
             schedule.take(engine)
-        optimizer.zero_grad = engine.optimizer.zero_grad  # type: ignore[method-assign]
+        optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]
         self._hooks = compute_in_half(model, self._precision)
         self._engine, self._optimizer, self._has_ended = partitions.as_wrapper(engine), optimizer, False
         before_results_leave(self._make_whole)
@@ -213,8 +223,22 @@ class ZeroPartitioned(Strategy):
             if self._has_ended:
                 raise NotPrepared(_ENDED)
             loss.backward(**kwargs)
-        else:
-            self._engine.backward(loss, **kwargs)
+            return
+        engine, kept = self._engine, []
+        ends_window = bool(engine.is_gradient_accumulation_boundary())
+        if self._is_due:
+            if self.plugin.offload_optimizer_device != "none":
+                raise NotImplementedError(_ONE_BACKWARD)
+            if not ends_window:
+                raise NotImplementedError(_AFTER_A_WINDOW)
+            if self.plugin.zero_stage < 3:  # the engine would put the new gradients in the place of these
+                kept = partitions.gradients(engine)
+        self._has_gradients = True
+        engine.backward(loss, **kwargs)
+        for new, old in zip(partitions.gradients(engine), kept, strict=True) if kept else ():
+            if new is not old:
+                new.add_(old)
+        self._is_due = ends_window
 
     def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
         if optimizer is not self._optimizer:
@@ -222,13 +246,24 @@ class ZeroPartitioned(Strategy):
         if closure is not None:
             raise ValueError("DeepSpeed cannot step with a closure (LBFGS): use strategy='fsdp' or 'ddp'")
         engine = self._engine
-        if not partitions.gradients(engine):
+        if not self._is_due:
             return None, True
+        pieces = partitions.gradients(engine)
         engine.step()
+        for piece in pieces:  # what the next window does not use would move by them again
+            piece.zero_()
+        self._is_due = self._has_gradients = False
         if self._statistics and self.world.is_distributed:  # rank 0's, as under DDP
             for buffer in self._statistics:
                 broadcast(buffer, 0)
         return None, engine.was_step_applied()
+
+    def _zero_gradients(self, set_to_none: bool = True) -> None:
+        """Do what ``optimizer.zero_grad`` does, also where the engine would keep gradients: of a step not taken."""
+        self._engine.optimizer.zero_grad(set_to_none)
+        if self._has_gradients:
+            partitions.zero_gradients(self._engine)
+        self._is_due = self._has_gradients = False
 
     def norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         if self._engine is None:
@@ -314,6 +349,7 @@ class ZeroPartitioned(Strategy):
         vars(self._optimizer).pop("zero_grad", None)
         self._engine = self._optimizer = None
         self._groups, self._hooks, self._statistics = [], [], []
+        self._is_due = self._has_gradients = False
         self._has_ended = True
 
     def unwrap(self, model: Module) -> Module:
