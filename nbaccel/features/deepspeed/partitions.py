@@ -22,6 +22,7 @@ from nbaccel.base.world import World
 
 __all__ = [
     "as_wrapper",
+    "complete_window",
     "dissolve",
     "gradient_norm",
     "gradients",
@@ -79,11 +80,21 @@ def gradients(engine: Any) -> list[Tensor]:
 def zero_gradients(engine: Any) -> None:
     """Make zeros of all gradients that the engine has: of a step, and of a window that is not whole. No collective."""
     optimizer = engine.optimizer
-    kept: list[Any] = [gradients(engine)]
-    kept += getattr(optimizer, "all_grad_tensors", {}).values()  # of stages 1 and 2, by groups
+    kept: list[Any] = [gradients(engine), *getattr(optimizer, "all_grad_tensors", {}).values()]  # stages 1 and 2
+    kept.append(getattr(optimizer, "accumulated_grads_in_cpu", {}).values())  # the same with states on the host
+    kept.append([getattr(optimizer, "grad_partitions_flat_buffer", None)])  # stage 3
     for piece in (piece for pieces in kept for piece in pieces or ()):
         if piece is not None:
             piece.zero_()
+
+
+def complete_window(engine: Any) -> None:
+    """Let the next step have the gradients of parameters that only earlier batches of its window used.
+
+    With states on the host the engine copies those that the last backward computed. No collective.
+    """
+    if getattr(engine.optimizer, "cpu_offload", False) or getattr(engine.optimizer, "offload_optimizer", False):
+        engine.optimizer.finalize_gradient_accumulation_boundary()
 
 
 def gradient_norm(engine: Any, norm_type: float, device: torch.device) -> Tensor:

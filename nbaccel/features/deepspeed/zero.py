@@ -233,8 +233,10 @@ class ZeroPartitioned(Strategy):
                 raise NotImplementedError(_AFTER_A_WINDOW)
             if self.plugin.zero_stage < 3:  # the engine would put the new gradients in the place of these
                 kept = partitions.gradients(engine)
-        self._has_gradients = True
+        goes_on, self._has_gradients = self._has_gradients, True
         engine.backward(loss, **kwargs)
+        if goes_on and ends_window:
+            partitions.complete_window(engine)
         for new, old in zip(partitions.gradients(engine), kept, strict=True) if kept else ():
             if new is not old:
                 new.add_(old)
@@ -248,10 +250,8 @@ class ZeroPartitioned(Strategy):
         engine = self._engine
         if not self._is_due:
             return None, True
-        pieces = partitions.gradients(engine)
         engine.step()
-        for piece in pieces:  # what the next window does not use would move by them again
-            piece.zero_()
+        partitions.zero_gradients(engine)  # what the next window does not use would move by them again
         self._is_due = self._has_gradients = False
         if self._statistics and self.world.is_distributed:  # rank 0's, as under DDP
             for buffer in self._statistics:
