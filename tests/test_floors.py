@@ -43,6 +43,7 @@ READS_ENVIRONMENT = {
     "base/hardware.py": "which devices are visible, and on which platform",
     "features/cluster/node_environment.py": "what ssh, Slurm and Ray say of nodes",
     "features/deepspeed/native_build.py": "where compilers lie",
+    "features/deepspeed/partitions.py": "the rank that DeepSpeed reads, which a kernel does not keep",
     "launching/inline.py": "puts back the variables that it changed",
     "launching/processes/start.py": "sets a variable around the start, unless the user has",
     "launching/libraries/one_process.py": "variables by which transformers and accelerate speak to each other",

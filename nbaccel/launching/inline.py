@@ -30,6 +30,7 @@ from nbaccel.base.events import (
     TrainingMode,
     outlet,
 )
+from nbaccel.base.task_end import finish_stopped_task, finish_task
 from nbaccel.errors import RunStopped
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.ipc.reports import StackSnapshot
@@ -68,8 +69,14 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
     with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop, flags):
         watch = set_up(spec.setup, spec.task)
         reports = foreign_trainers_report(lambda: stop.has_acted)
-        with reports, stop.acts(), flags.watching(spec.task), _loops_changed(spec, watch):
-            spec.task.run()
+        try:
+            with reports, stop.acts(), flags.watching(spec.task), _loops_changed(spec, watch):
+                spec.task.run()
+        except BaseException:
+            if _is_alone():  # no peer that does not come
+                finish_stopped_task()
+            raise
+        finish_task()
 
 
 @contextmanager
@@ -113,6 +120,11 @@ def _default_group() -> Any:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.group.WORLD
+
+
+def _is_alone() -> bool:
+    group = _default_group()
+    return group is None or group.size() == 1
 
 
 def post_mortem_here(title: str, error: BaseException, task: Task) -> PostMortem | None:

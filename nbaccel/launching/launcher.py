@@ -31,6 +31,7 @@ from nbaccel.base.events import Restarted
 from nbaccel.base.forkable import why_forks_fail
 from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import RunSettings
+from nbaccel.base.task_end import finish_task
 from nbaccel.base.world import World
 from nbaccel.display.live_panel import Views
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
@@ -124,6 +125,8 @@ class Launcher:
     def turn(self, occupied: str = "") -> Iterator[None]:
         """Serialize the runs that several threads start. A run may start another one, in its own thread.
 
+        What this process has trained is whole in the block, so that ranks may become copies of it.
+
         Args:
             occupied: The reason why no other caller should wait for this run: it is refused with that. Empty: it waits.
 
@@ -136,6 +139,7 @@ class Launcher:
         try:
             self._occupied = occupied or outer
             self.ended_group = None
+            finish_task()
             yield
         finally:
             self._occupied = outer

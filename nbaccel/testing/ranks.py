@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.base.task_end import finish_task
 from nbaccel.base.world import World
 from nbaccel.errors import RankDied, RanksFailed
 from nbaccel.launching.processes.start import MainThread
@@ -55,6 +56,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     import torch._dynamo  # noqa: F401  # imported by every rank's first DDP otherwise, 0.8 s each
 
+    finish_task()  # as before any run: what this process has trained is whole when it is copied
     release = _Release()
     folder = tempfile.mkdtemp(prefix="nbaccel-ranks-")  # mkdtemp makes it 0700
     ranks: list[_Rank] = []

@@ -25,6 +25,9 @@ from nbaccel.train.distributed.callers import warn_user
 
 __all__ = ["before_builds", "import_deepspeed", "move_stale_lock"]
 
+_ACCELERATOR = "DS_ACCELERATOR"
+"""DeepSpeed's variable for the kind of device, which it reads once in a process."""
+
 _RENAMED = r".torch.distributed.(all_gather_into|reduce_scatter)_tensor. is deprecated"
 """torch's warning of functions that DeepSpeed calls, and the user does not."""
 
@@ -38,18 +41,31 @@ def import_deepspeed(device: torch.device) -> Any:
 
     Raises:
         ModuleNotFoundError: It is not installed; the message is the command that installs it.
+        RuntimeError: It works on another kind of device in this process.
     """
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    chosen = os.environ.get(_ACCELERATOR)
     try:
+        os.environ.setdefault(_ACCELERATOR, device.type)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the packages that it imports, to their authors
             import deepspeed
+
+            kind = deepspeed.accelerator.get_accelerator().device_name()
     except ModuleNotFoundError as error:
         if error.name != "deepspeed":
             raise
         raise ModuleNotFoundError(
             "strategy='deepspeed' needs the package deepspeed: pip install 'deepspeed>=0.19'", name="deepspeed"
         ) from None
+    finally:
+        if chosen is None:  # processes that this one starts choose for themselves
+            del os.environ[_ACCELERATOR]
+    if kind != device.type:
+        raise RuntimeError(
+            f"DeepSpeed works on {kind} in this process and in those forked from it, which was chosen when it was "
+            f"first imported{f' ({_ACCELERATOR}={chosen})' if chosen else ''}, and this training is on {device}: "
+            "restart the kernel, and train there with one kind of device alone"
+        )
     deepspeed.utils.logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", _RENAMED, FutureWarning)
     return deepspeed

@@ -8,6 +8,7 @@ are made. Everything here is collective unless it says so.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ __all__ = [
     "gradients",
     "join_group",
     "keep_optimizer",
+    "leave_group",
     "load_whole_model",
     "load_whole_optimizer",
     "whole_model",
@@ -42,19 +44,59 @@ _PUT_THERE = frozenset(
 """Attributes that stage 3 gives to every module, beside those that begin with "ds_"."""
 
 
-def join_group(world: World) -> None:
-    """Let DeepSpeed use the process group that exists; a single process gets one of its own, without a port."""
+class _OwnGroup:
+    """The process group that was formed here for the engines of a process that is alone."""
+
+    def __init__(self) -> None:
+        self.group: Any = None  # kept after its end: gloo's destructor would wait for its threads, which are idle later
+        self.engines = 0
+        self.names_rank = False
+
+
+_own_group = _OwnGroup()
+
+
+def join_group(world: World) -> Any:
+    """Let DeepSpeed use the process group that exists; a single process gets one of its own, without a port.
+
+    Return that own group, which `leave_group` takes; None if the group is not ours.
+    """
     import deepspeed
-    from torch.distributed import HashStore, init_process_group, is_initialized
+    from torch.distributed import HashStore, group, init_process_group, is_initialized
 
     if not is_initialized():
         init_process_group("gloo", store=HashStore(), rank=world.rank, world_size=world.world_size)
+        _own_group.group, _own_group.engines = group.WORLD, 0
+        _own_group.names_rank = "LOCAL_RANK" not in os.environ
+        os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed reads it in its steps too
+    own = group.WORLD if group.WORLD is _own_group.group else None
+    _own_group.engines += own is not None
     # DeepSpeed would compile an exchange through shared memory; the group has one already.
     vars(deepspeed.ops)["__compatible_ops__"] = {}
     for name in ("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"):  # of a process group before this one
         setattr(deepspeed.utils.groups, name, None)
     deepspeed.comm.comm.cdb = None
     deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
+    return own
+
+
+def leave_group(own: Any) -> None:
+    """End the group that was formed here, with its last engine: ranks that are forked later would take it for theirs.
+
+    Args:
+        own: What `join_group` has returned.
+    """
+    from torch.distributed import destroy_process_group, group
+
+    if own is None or own is not _own_group.group:
+        return
+    _own_group.engines -= 1
+    if _own_group.engines:
+        return
+    if _own_group.names_rank:
+        os.environ.pop("LOCAL_RANK", None)
+    if group.WORLD is own:  # else the program has ended it
+        destroy_process_group()
 
 
 def as_wrapper(engine: Any) -> Any:

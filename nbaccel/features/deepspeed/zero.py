@@ -85,6 +85,7 @@ class ZeroPartitioned(Strategy):
         self._batch_size: int | None = None
         self._schedules: list[DummyScheduler] = []
         self._hooks: list[Any] = []
+        self._own_group: Any = None
         self._has_ended = False
         self._is_due = False  # a whole window of gradients waits for its step
         self._has_gradients = False  # there was a backward since gradients were zeros
@@ -123,7 +124,12 @@ class ZeroPartitioned(Strategy):
             elif self._engine is not None:
                 raise NotImplementedError(f"prepare {type(model).__name__}: {_ONE_MODEL}.")
             else:
-                ready.append(self._start_engine(without_compile(model), owner))
+                try:
+                    ready.append(self._start_engine(without_compile(model), owner))
+                except BaseException:
+                    if self._engine is None:
+                        self._leave_own_group()
+                    raise
         for optimizer in optimizers:
             if optimizer is not self._optimizer:
                 self._refuse_late(optimizer)
@@ -157,7 +163,7 @@ class ZeroPartitioned(Strategy):
                 "of them: use AdamW or SGD, or strategy='ddp'"
             )
         deepspeed = import_deepspeed(self.device)
-        partitions.join_group(self.world)
+        self._own_group = partitions.join_group(self.world)
         facts = Facts.of(model, optimizer, self._schedules[-1] if self._schedules else None)
         config = filled(self.plugin, self._precision.name, self._batch_size, self.world.world_size, facts)
         refuse_precision(self._precision.name, self.device)
@@ -185,7 +191,7 @@ class ZeroPartitioned(Strategy):
         optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]
         self._hooks = compute_in_half(model, self._precision)
         self._engine, self._optimizer, self._has_ended = partitions.as_wrapper(engine), optimizer, False
-        before_results_leave(self._make_whole)
+        before_results_leave(self._make_whole, self.forget)
         if is_own:
             partitions.keep_optimizer(engine, optimizer)
             if state["state"]:
@@ -351,6 +357,11 @@ class ZeroPartitioned(Strategy):
         self._groups, self._hooks, self._statistics = [], [], []
         self._is_due = self._has_gradients = False
         self._has_ended = True
+        self._leave_own_group()
+
+    def _leave_own_group(self) -> None:
+        own, self._own_group = self._own_group, None
+        partitions.leave_group(own)
 
     def unwrap(self, model: Module) -> Module:
         plain = without_compile(model)

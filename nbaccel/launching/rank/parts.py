@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbaccel.base.settings import RunSettings
-from nbaccel.base.task_end import finish_task
+from nbaccel.base.task_end import finish_stopped_task, finish_task, forget_task
 from nbaccel.errors import RunStopped
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
@@ -83,8 +83,9 @@ class RankParts:
 
     def stop(self, error: BaseException) -> None:
         if isinstance(error, RunStopped):  # which all ranks meet before the same step
-            with contextlib.suppress(Exception):
-                finish_task()
+            finish_stopped_task()
+        with contextlib.suppress(Exception):  # the error of the task is the one to tell
+            forget_task()
         for part in self._parts:
             part.stop(error)
 
