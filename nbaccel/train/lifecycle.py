@@ -353,6 +353,8 @@ class Lifecycle:
         self.context.accumulation.forget()
         if self.context.is_complete:
             self.context.precision.forget()
+            if not self.context.prepared.models:
+                self.context.strategy.forget()
 
     @property
     def scaling(self) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from nbaccel.base.world import World
@@ -32,6 +33,7 @@ __all__ = [
     "leave_group",
     "load_whole_model",
     "load_whole_optimizer",
+    "values_in_full",
     "whole_model",
     "whole_optimizer",
     "zero_gradients",
@@ -159,13 +161,39 @@ def keep_optimizer(engine: Any, optimizer: Optimizer) -> None:
         engine.optimizer._link_all_hp_params()
 
 
+# -- values that the engine only casts
+
+
+def values_in_full(module: Module, half: torch.dtype | None) -> dict[str, Tensor]:
+    """Return host copies, by name, of what an engine casts to `half` without an fp32 copy: what it does not train."""
+    known: dict[int, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for name, value in chain(*named):
+        if half is not None and value.is_floating_point() and value.dtype != half and not value.requires_grad:
+            if id(value) not in known:
+                known[id(value)] = value.detach().to("cpu", copy=True)
+            kept[name] = known[id(value)]
+    return kept
+
+
+def _as_before(value: Tensor, kept: Tensor | None) -> Tensor:
+    """Return a tensor in the type that it had: the value that was cast, unless it has changed since."""
+    if kept is None or value.dtype == kept.dtype:
+        return value
+    if torch.equal(value.cpu(), kept.to(value.dtype)):
+        return kept.to(value.device)
+    return value.to(kept.dtype)
+
+
 # -- whole states
 
 
-def whole_model(engine: Any, keeps: bool) -> dict[str, Any]:
+def whole_model(engine: Any, in_full: Mapping[str, Tensor], keeps: bool) -> dict[str, Any]:
     """Return the state dict of the engine's model, on the host.
 
     Args:
+        in_full: What `values_in_full` returned.
         keeps: False returns an empty dict: this rank only takes part.
     """
     known: dict[int, Any] = {}
@@ -173,7 +201,9 @@ def whole_model(engine: Any, keeps: bool) -> dict[str, Any]:
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if id(value) not in known:
             whole = _whole(value)
-            known[id(value)] = whole.detach().cpu() if keeps and isinstance(whole, Tensor) else whole
+            if isinstance(whole, Tensor) and keeps:
+                whole = _as_before(whole.detach().cpu(), in_full.get(name))
+            known[id(value)] = whole
         if keeps:
             state[name] = known[id(value)]
     return state
@@ -222,8 +252,10 @@ def _whole_entries(engine: Any, group: int, parameter: Tensor) -> dict[str, Any]
     for flat in _flats(engine, group)[:1]:
         for name, value in engine.basic_optimizer.state.get(flat, {}).items():
             if _is_partition(value, flat):
-                whole = safe_get_full_optimizer_state(parameter, name)
-                value = None if whole is None else whole.view(getattr(parameter, "ds_shape", parameter.shape))
+                whole = safe_get_full_optimizer_state(parameter, name) if parameter.requires_grad else None
+                if whole is None:  # nobody trains it
+                    return {}
+                value = whole.view(getattr(parameter, "ds_shape", parameter.shape))
             entries[name] = value.clone() if isinstance(value, Tensor) else value
     return entries
 
@@ -248,8 +280,11 @@ def _on_host(value: Any) -> Any:
 # -- loading
 
 
-def load_whole_model(engine: Any, state: Mapping[str, Any], strict: bool = True) -> None:
+def load_whole_model(engine: Any, in_full: dict[str, Tensor], state: Mapping[str, Any], strict: bool = True) -> None:
     """Load a state dict of whole tensors, equal on all ranks, into the engine's model and its fp32 copies.
+
+    Args:
+        in_full: What `values_in_full` returned; gets the new values.
 
     Raises:
         RuntimeError: Names or shapes differ.
@@ -264,6 +299,8 @@ def load_whole_model(engine: Any, state: Mapping[str, Any], strict: bool = True)
         for name, value in state.items():
             if (target := present.get(name)) is None:
                 continue
+            if name in in_full:
+                in_full[name] = value.to("cpu", in_full[name].dtype, copy=True)
             whole = value.to(target.device)
             if hasattr(target, "ds_id"):
                 with zero.GatheredParameters([target], modifier_rank=0):
@@ -364,14 +401,20 @@ def _refuse_others(kind: str, present: Mapping[str, Any], state: Mapping[str, An
 # -- the way back
 
 
-def dissolve(engine: Any, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
+def dissolve(
+    engine: Any, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]], in_full: Mapping[str, Tensor]
+) -> dict[int, Tensor]:
     """Make the engine's model a plain one again, with whole weights on every rank, and its optimizer one of those.
 
     Model, modules and optimizer stay the same objects. Return the new parameter of each old one, by its id.
     """
     module = engine.module
     _link_entries(engine)
-    values = {id(parameter): _whole(parameter).to(engine.device) for parameter in module.parameters()}
+    values = {
+        id(parameter): _as_before(_whole(parameter), in_full.get(name)).to(engine.device)
+        for name, parameter in module.named_parameters()
+    }
+    buffers = {id(buffer): _as_before(buffer, in_full.get(name)) for name, buffer in module.named_buffers()}
     states = {
         id(parameter): _whole_entries(engine, group, parameter)
         for group, parameters in enumerate(groups)
@@ -389,6 +432,9 @@ def dissolve(engine: Any, optimizer: Optimizer, groups: Sequence[Sequence[Tensor
                     new[id(parameter)] = Parameter(values.pop(id(parameter)), parameter.requires_grad)
                 own[name] = new[id(parameter)]
         owner._parameters = own
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffers[id(buffer)]
         for name in [name for name in vars(owner) if name in _PUT_THERE or name.startswith("ds_")]:
             del vars(owner)[name]
     optimizer.state.clear()

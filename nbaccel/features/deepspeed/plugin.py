@@ -311,8 +311,25 @@ class DummyOptim(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
+        self._said: list[set[str]] = []
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
         self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as any optimizer does.
+
+        Args:
+            param_group: The group.
+        """
+        self._said.append({*param_group} - {"params"})
+        super().add_param_group(param_group)
+
+    def groups_as_given(self) -> list[dict[str, Any]]:
+        """Return the groups with what the program said of each: the configuration says the rest."""
+        return [
+            {"params": group["params"], **{name: group[name] for name in said}}
+            for group, said in zip(self.param_groups, self._said, strict=True)
+        ]
 
     def take(self, optimizer: Optimizer) -> None:
         """Stand for another optimizer, with its groups and states.

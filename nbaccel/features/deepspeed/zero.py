@@ -26,9 +26,10 @@ from nbaccel.errors import CannotSplit, NotPrepared
 from nbaccel.features.deepspeed import partitions
 from nbaccel.features.deepspeed.ds_config import filled
 from nbaccel.features.deepspeed.facts import Facts
-from nbaccel.features.deepspeed.half_engine import EnginePrecision, compute_in_half, refuse_precision
+from nbaccel.features.deepspeed.half_engine import HALVES, EnginePrecision, compute_in_half, refuse_precision
 from nbaccel.features.deepspeed.native_build import before_builds, import_deepspeed
 from nbaccel.features.deepspeed.plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from nbaccel.train.checkpoint.model_weights import with_tied
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradient_buckets import running_statistics
 from nbaccel.train.step.gradients import Gradients
@@ -43,8 +44,9 @@ _ONE_MODEL = (
     "strategy='fsdp' or 'ddp'. A model that is only evaluated needs no optimizer, and may be prepared beside it"
 )
 _ENDED = (
-    "DeepSpeed's part in this training is over: at the end of a cell or function, and in free_memory, the model "
-    "becomes a whole and plain one, which each rank would train by itself. Prepare it again, before the loop:\n"
+    "DeepSpeed's part in this training is over: at the end of a cell or function, and in end_training, the model "
+    "becomes a whole and plain one, which each rank would train by itself; free_memory gives the model up. Prepare "
+    "one, before the loop:\n"
     "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 )
 _OF_MATRICES = frozenset({"Adafactor", "LARS", "LBFGS", "Lamb", "Muon", "Shampoo", "SOAP", "SparseAdam"})
@@ -58,6 +60,10 @@ _AFTER_A_WINDOW = (
     "accelerator.backward under no_sync, after one that ended its window and before the step: DeepSpeed would lose one "
     "of them. Step first, or put no_sync around all backwards but the last"
 )
+_NVME = (
+    "offload_optimizer_device or offload_param_device 'nvme': no step of it has been proven right here, and clipping "
+    "would do nothing. Use 'cpu'"
+)
 _TOGETHER = "model, optimizer = accelerator.prepare(model, optimizer)"
 
 
@@ -70,6 +76,7 @@ class ZeroPartitioned(Strategy):
     has_peers = True
     saves_together = True
     serves_one_process = True
+    holds_gradients = False
     distributed_type = "DEEPSPEED"
     plugin_class = DeepSpeedPlugin
 
@@ -86,7 +93,9 @@ class ZeroPartitioned(Strategy):
         self._schedules: list[DummyScheduler] = []
         self._hooks: list[Any] = []
         self._own_group: Any = None
+        self._in_full: dict[str, Tensor] = {}  # what no optimizer trains, as it was before it was cast
         self._has_ended = False
+        self._last_norm = torch.zeros((), device=device)
         self._is_due = False  # a whole window of gradients waits for its step
         self._has_gradients = False  # there was a backward since gradients were zeros
         self._statistics: list[Tensor] = []
@@ -109,8 +118,13 @@ class ZeroPartitioned(Strategy):
             )
             if self._batch_size is None and isinstance(size, int) and not isinstance(thing, Module):
                 self._batch_size = size
-            if isinstance(thing, DummyScheduler):
-                self._schedules.append(thing)
+        schedules = [thing for thing in objects if isinstance(thing, DummyScheduler)]
+        if (schedules and self._engine is not None) or len(schedules) > 1:
+            raise NotImplementedError(
+                "DeepSpeed moves one DummyScheduler, which it has to know when it cuts the model: "
+                "model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)"
+            )
+        self._schedules = schedules or self._schedules
 
     def setup(self, models: Sequence[Module], optimizers: Sequence[Optimizer], moves: Sequence[bool]) -> list[Module]:
         ready: list[Module] = []
@@ -162,9 +176,18 @@ class ZeroPartitioned(Strategy):
                 f"{type(optimizer).__name__} computes with whole matrices, and DeepSpeed gives it flat pieces "
                 "of them: use AdamW or SGD, or strategy='ddp'"
             )
+        if "nvme" in (self.plugin.offload_optimizer_device, self.plugin.offload_param_device):
+            raise NotImplementedError(_NVME)
+        schedule = self._schedules[-1] if self._schedules else None
+        make = None if schedule is None else schedule.lr_scheduler_callable
+        if make is not None and "scheduler" in self.plugin.hf_ds_config.config:
+            raise ValueError(
+                "DummyScheduler(lr_scheduler_callable=…), and the DeepSpeed configuration has a scheduler: leave one "
+                "of them out"
+            )
         deepspeed = import_deepspeed(self.device)
         self._own_group = partitions.join_group(self.world)
-        facts = Facts.of(model, optimizer, self._schedules[-1] if self._schedules else None)
+        facts = Facts.of(model, optimizer, schedule)
         config = filled(self.plugin, self._precision.name, self._batch_size, self.world.world_size, facts)
         refuse_precision(self._precision.name, self.device)
         before_builds(config, self.device, self.world)
@@ -172,6 +195,7 @@ class ZeroPartitioned(Strategy):
         is_own = not isinstance(optimizer, DummyOptim)
         state = optimizer.state_dict()
         optimizer.state.clear()
+        self._in_full = partitions.values_in_full(model, HALVES.get(self._precision.name))
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # without it DeepSpeed asks MPI
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what it imports only now
@@ -179,23 +203,25 @@ class ZeroPartitioned(Strategy):
                 args=SimpleNamespace(device_rank=self.device.index or 0),
                 model=model,
                 optimizer=optimizer if is_own else None,
-                model_parameters=None if is_own else [dict(group) for group in optimizer.param_groups],
+                model_parameters=optimizer.groups_as_given() if isinstance(optimizer, DummyOptim) else None,
                 config=config,
                 dist_init_required=False,
             )
         self.plugin.deepspeed_config = config
         if isinstance(optimizer, DummyOptim):
             optimizer.take(engine.basic_optimizer)
-        for schedule in self._schedules:
-            schedule.take(engine)
         optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]
         self._hooks = compute_in_half(model, self._precision)
         self._engine, self._optimizer, self._has_ended = partitions.as_wrapper(engine), optimizer, False
         before_results_leave(self._make_whole, self.forget)
         if is_own:
             partitions.keep_optimizer(engine, optimizer)
-            if state["state"]:
-                partitions.load_whole_optimizer(engine, self._groups, state)
+        if state["state"]:
+            partitions.load_whole_optimizer(engine, self._groups, state)
+        if make is not None:
+            engine.lr_scheduler = make(engine.basic_optimizer)  # the engine moves it in its step
+        if schedule is not None:
+            schedule.take(engine.lr_scheduler)
         self._statistics = list(running_statistics([model]))
         engine.set_gradient_accumulation_boundary(True)
         model = engine
@@ -274,15 +300,22 @@ class ZeroPartitioned(Strategy):
     def norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         if self._engine is None:
             return super().norm(parameters, norm_type)
-        if not self._engine.is_gradient_accumulation_boundary():  # no rank has a gradient of its own yet
-            return torch.full((), float("nan"), device=self.device)
-        return partitions.gradient_norm(self._engine, norm_type, self.device)
+        if self._engine.is_gradient_accumulation_boundary():
+            self._last_norm = partitions.gradient_norm(self._engine, norm_type, self.device)
+        return self._last_norm  # within a window no rank has its gradients yet
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         if self._engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self._refuse_some_of_all("clip_grad_norm_", parameters)
         total = self.norm((), norm_type)
+        if clips := float(self._engine.gradient_clipping()):
+            if (max_norm, norm_type) != (clips, 2):
+                raise ValueError(
+                    f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}), and the DeepSpeed configuration "
+                    f"says gradient_clipping: {clips}, which is of the norm 2: make them equal, or leave one out"
+                )
+            return total  # the engine clips in its step, once
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for piece in partitions.gradients(self._engine):
             piece.mul_(factor.to(piece.device))
@@ -293,6 +326,11 @@ class ZeroPartitioned(Strategy):
             super().clip_grad_value_(parameters, clip_value)
             return
         self._refuse_some_of_all("clip_grad_value_", parameters)
+        if clips := float(self._engine.gradient_clipping()):
+            raise ValueError(
+                f"clip_grad_value_, and the DeepSpeed configuration says gradient_clipping: {clips}: leave one of "
+                "them out"
+            )
         most = clip_value * float(self._engine.optimizer.loss_scale)
         for piece in partitions.gradients(self._engine):
             piece.clamp_(-most, most)
@@ -315,13 +353,13 @@ class ZeroPartitioned(Strategy):
     def state_dict(self, model: Module) -> dict[str, Any]:
         if not self._is_engine(model):
             return super().state_dict(model)
-        return partitions.whole_model(self._engine, self.world.is_local_main_process)
+        return partitions.whole_model(self._engine, self._in_full, self.world.is_local_main_process)
 
     def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
         if self._is_engine(model):
-            partitions.load_whole_model(self._engine, state, options.get("strict", True))
+            partitions.load_whole_model(self._engine, self._in_full, state, options.get("strict", True))
         else:
-            super().load_state_dict(model, state, **options)
+            super().load_state_dict(model, with_tied(self.unwrap(model), state), **options)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         if optimizer is not self._optimizer:
@@ -336,6 +374,8 @@ class ZeroPartitioned(Strategy):
 
     def forget(self) -> None:
         if self._engine is not None:
+            for hook in self._hooks:
+                hook.remove()
             self._engine.destroy()
             self._let_go()
 
@@ -348,13 +388,14 @@ class ZeroPartitioned(Strategy):
             return
         for hook in self._hooks:
             hook.remove()
-        partitions.dissolve(self._engine, self._optimizer, self._groups)
+        partitions.dissolve(self._engine, self._optimizer, self._groups, self._in_full)
         self._let_go()
 
     def _let_go(self) -> None:
         vars(self._optimizer).pop("zero_grad", None)
         self._engine = self._optimizer = None
-        self._groups, self._hooks, self._statistics = [], [], []
+        self._groups, self._hooks, self._statistics, self._in_full = [], [], [], {}
+        self._placed, self._schedules, self._batch_size = set(), [], None
         self._is_due = self._has_gradients = False
         self._has_ended = True
         self._leave_own_group()

@@ -35,7 +35,17 @@ class GradientControl:
         return NoSync(context.accumulation, context.strategy, models or context.prepared.models)
 
     def hold(self, model: Module) -> AbstractContextManager[Any]:
-        """Return a block in which gradients of `model` stay in their rank, and steps count as steps."""
+        """Return a block in which gradients of `model` stay in their rank, and steps count as steps.
+
+        Raises:
+            NotImplementedError: No rank has gradients, or a model, of its own.
+        """
+        strategy = self._context.strategy
+        if not strategy.holds_gradients:
+            raise NotImplementedError(
+                f"hold_gradients, LocalSGD: with {type(strategy).__name__} no rank has gradients of its own to step "
+                'with. strategy="ddp" has'
+            )
         return Local(self._context.accumulation, self._context.strategy.no_sync(model))
 
     # -- gradients

@@ -73,6 +73,9 @@ class Strategy:
     distributed_type: ClassVar[str | None] = None
     """Accelerate's name of this way, where it is not that of replicas on devices of a kind: see `DistributedType`."""
 
+    holds_gradients: ClassVar[bool] = True
+    """True if a rank can keep gradients of its own and step with them."""
+
     plugin_class: ClassVar[type[Any] | None] = None
     """The class of its options, where it has any. They are the Accelerator's argument ``<name of the strategy>_plugin``
     and the attribute of that name of its state."""
