@@ -35,7 +35,7 @@ from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
 from nbaccel.train.step.raw_loop_hooks import step_back
-from nbaccel.train.strategies import plugin_class
+from nbaccel.train.strategies import plugin_class, strategy_class
 
 __all__ = [
     "Choices",
@@ -99,7 +99,7 @@ class Choices:
         chosen = None
         for name, chosen in ((name, value) for name, value in plugins.items() if value is not None):
             asked = replace(asked, strategy=_strategy_with(name, chosen, asked.strategy))
-            if (steps := getattr(chosen, "gradient_accumulation_steps", None)) not in (None, "auto"):
+            if (steps := _steps_of(chosen)) is not None:
                 asked = replace(asked, gradient_accumulation_steps=_steps_with(name, steps, asked))
         return cls(asked.over(dynamo.settings()), rules, dynamo, Handlers.of(handlers), on_nan, chosen)
 
@@ -120,6 +120,12 @@ def _strategy_with(name: str, plugin: Any, chosen: str | None) -> str:
         )
     plugin.__post_init__()
     return strategy
+
+
+def _steps_of(plugin: Any) -> int | None:
+    """Return the batches per step that a plugin says; None where it leaves them to the Accelerator."""
+    steps = getattr(plugin, "gradient_accumulation_steps", None)
+    return None if steps in (None, "auto") else int(steps)
 
 
 def _steps_with(name: str, steps: int, asked: RunSettings) -> int:
@@ -168,7 +174,9 @@ class Lifecycle:
         self._checkpoints = checkpoints
         self._resuming = resuming
         self._attached: list[OfOneTraining] = []
-        self._plugin: Any = None
+        self._plugin: Any = choices.plugin
+        self._plugins_steps = _steps_of(choices.plugin)
+        self._has_chosen_steps = False
         self._bound_to: World | None = None
         _watch_forks(self)
 
@@ -191,7 +199,7 @@ class Lifecycle:
         """
         context = self.context
         world = context.world
-        bound_to, self._bound_to = self._bound_to, world
+        bound_to = self._bound_to
         if bound_to == world:
             return
         self.is_ready = False
@@ -199,23 +207,38 @@ class Lifecycle:
             part.leave()
         self._checkpoints.directory.begin(Lineage())
         if bound_to is not None and bound_to.world_size == world.world_size and context.prepared:
+            self._bound_to = world
             context.precision.move_to(context.device)
             if context.moves:
                 context.prepared.move_to(context.device)
             self._resuming.begin()
             self._open_gate()
             return
-        settings = self._choices.asked.over(RunSettings.from_env()).over(_UNCHOSEN)
+        chosen = self._choices.asked.over(RunSettings.from_env())
+        kind = strategy_class(world, chosen.strategy).plugin_class
+        self._plugin = None if kind is None else self._choices.plugin or kind()
+        settings = self._with_plugin(chosen).over(_UNCHOSEN)
+        self._bound_to = world  # only now: choices that contradict each other are refused at every use
         context.begin(settings, self._choices.dynamo, self._choices.rules)
-        kind = context.strategy_class.plugin_class
         for name in PARTITIONING:
             setattr(context.state, f"{name}_plugin", None)
-        self._plugin = None
         if kind is not None:
-            self._plugin = self._choices.plugin or kind()
             setattr(context.state, f"{settings.strategy}_plugin", self._plugin)
         context.state.is_fsdp2 = context.state.fsdp_plugin is not None
         self._resuming.plan(Weakly(self._save_by_itself))
+
+    def _with_plugin(self, chosen: RunSettings) -> RunSettings:
+        """Return the choices of a run with those that its plugin makes too."""
+        plugin = self._plugin
+        if plugin is not None and plugin is not self._choices.plugin:  # which a launch has described
+            self._plugins_steps = _steps_of(plugin)
+            if self._plugins_steps is not None and not self._has_chosen_steps:
+                name = f"configuration of {chosen.strategy}"
+                chosen = replace(chosen, gradient_accumulation_steps=_steps_with(name, self._plugins_steps, chosen))
+        if hasattr(plugin, "precision_of"):
+            chosen = replace(chosen, mixed_precision=plugin.precision_of(chosen.mixed_precision or "no"))
+            self.context.state._asked = RunSettings(chosen.mixed_precision)
+        return chosen
 
     def equip(self) -> None:
         """Make the parts that depend on the device, unless they exist."""
@@ -224,6 +247,12 @@ class Lifecycle:
             plugin = self._plugin
             if plugin is not None:
                 plugin.__post_init__()  # programs assign fields until they prepare a model
+                steps = _steps_of(plugin)
+                if steps not in (self._plugins_steps, None, self.context.accumulation.steps):
+                    raise ValueError(
+                        f"gradient_accumulation_steps={steps} was assigned to the plugin after the Accelerator was "
+                        f"made: assign accelerator.gradient_accumulation_steps = {steps} in its place"
+                    )
             elif self.context.settings.strategy == FSDP:
                 self.context.state.print(_NOTHING_TO_SHARD)
             self.context.complete(self._choices.handlers, self._choices.on_nan, plugin)
@@ -281,6 +310,7 @@ class Lifecycle:
     def choose_steps(self, steps: int) -> None:
         """Accumulate over `steps` batches, in this world and in others."""
         self.accumulation.steps = steps
+        self._has_chosen_steps = True
         self._choices = replace(self._choices, asked=replace(self._choices.asked, gradient_accumulation_steps=steps))
 
     def training(self) -> TrainingState:

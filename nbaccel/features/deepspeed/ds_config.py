@@ -36,18 +36,20 @@ def filled(
         ValueError: The configuration contradicts the program; names every such value.
     """
     config: dict[str, Any] = copy.deepcopy(plugin.hf_ds_config.config)
-    wrong = list(_contradictions(config, batch_size, facts))
+    wrong = list(_contradictions(config, batch_size, world_size, facts))
     if wrong:
         raise ValueError(
             "the DeepSpeed configuration contradicts the program: "
             + "; ".join(wrong)
             + '. Write "auto" there, or make them equal'
         )
+    written = config.get("train_micro_batch_size_per_gpu", AUTO)
+    size = batch_size or (1 if written == AUTO else written)
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config.pop(key, None)
-    config["train_micro_batch_size_per_gpu"] = batch_size or 1
+    config["train_micro_batch_size_per_gpu"] = size
     config["gradient_accumulation_steps"] = 1
-    config["train_batch_size"] = (batch_size or 1) * world_size
+    config["train_batch_size"] = size * world_size
     if config.get("gradient_clipping") == AUTO:
         config["gradient_clipping"] = 0.0
     config.setdefault("steps_per_print", _NO_PRINT)
@@ -75,8 +77,12 @@ def filled(
     return config
 
 
-def _contradictions(config: Mapping[str, Any], batch_size: int | None, facts: Facts) -> Any:
+def _contradictions(config: Mapping[str, Any], batch_size: int | None, world_size: int, facts: Facts) -> Any:
     written = config.get("train_micro_batch_size_per_gpu", AUTO)
+    total, steps = config.get("train_batch_size", AUTO), config.get("gradient_accumulation_steps", AUTO)
+    per_rank = written if batch_size is None else batch_size
+    if total != AUTO:
+        yield from _wrong_total(total, per_rank, world_size, steps)
     if batch_size is not None and written not in (AUTO, batch_size):
         yield f"train_micro_batch_size_per_gpu is {written}, and the first loader has batches of {batch_size} per rank"
     if "optimizer" in config and not facts.is_dummy:
@@ -92,6 +98,17 @@ def _contradictions(config: Mapping[str, Any], batch_size: int | None, facts: Fa
         )
     if "scheduler" not in config and facts.needs_schedule:
         yield "the program prepares DummyScheduler without lr_scheduler_callable, and it has no scheduler for it"
+
+
+def _wrong_total(total: Any, per_rank: Any, world_size: int, steps: Any) -> Any:
+    if AUTO in (per_rank, steps):
+        missing = "train_micro_batch_size_per_gpu" if per_rank == AUTO else "gradient_accumulation_steps"
+        yield f"train_batch_size is {total}, and it does not say {missing}, by which it could be checked"
+    elif total != per_rank * world_size * steps:
+        yield (
+            f"train_batch_size is {total}, and {per_rank} samples per rank x {world_size} ranks x {steps} batches per "
+            f"step are {per_rank * world_size * steps}"
+        )
 
 
 def _fill_zero(zero: dict[str, Any], hidden: int | None) -> None:

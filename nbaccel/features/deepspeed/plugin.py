@@ -10,7 +10,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ _PLACES = ("none", "cpu", "nvme")
 _CLIPPING = "GRADIENT_CLIPPING"
 _IDLE = ("transformer_moe_cls_names", "enable_msamp", "msamp_opt_level")
 _HALVES = ("fp16", "bf16")
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_WRITTEN = "the configuration as it was read"
+_TABLES = ("zero_optimization", *_HALVES, "optimizer", "optimizer.params", "scheduler", "scheduler.params")
 
 
 class HfDeepSpeedConfig:
@@ -50,9 +53,6 @@ class HfDeepSpeedConfig:
             self.config: dict[str, Any] = copy.deepcopy(dict(config_file_or_dict))
         else:
             self.config = _read(Path(config_file_or_dict))
-        self._stage = self.get_value("zero_optimization.stage", -1)
-        places = [self.get_value(f"zero_optimization.{each}.device") for each in ("offload_optimizer", "offload_param")]
-        self._offloads = any(place in _PLACES[1:] for place in places)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
         """Return the table in which a key stands, None where there is none, and the last word of the key.
@@ -111,15 +111,15 @@ class HfDeepSpeedConfig:
 
     def is_zero2(self) -> bool:
         """Return whether the stage is 2."""
-        return bool(self._stage == 2)
+        return bool(self.get_value("zero_optimization.stage") == 2)
 
     def is_zero3(self) -> bool:
         """Return whether the stage is 3."""
-        return bool(self._stage == 3)
+        return bool(self.get_value("zero_optimization.stage") == 3)
 
     def is_offload(self) -> bool:
         """Return whether parameters or optimizer states are kept on the host or on a disk."""
-        return self._offloads
+        return any(self.get_value(f"zero_optimization.{name}.device") in _PLACES[1:] for name in _OFFLOADS)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -178,13 +178,15 @@ class DeepSpeedPlugin(KwargsHandler):
     transformer_moe_cls_names: str | None = None
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
-    _is_read: bool = field(default=False, init=False, repr=False, compare=False)
+    _given: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _was: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _filled: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self._is_read:
+        if self._was and not self._take_changes():
             return
-        idle = [name for name in _IDLE if getattr(self, name)]
+        idle = [name for name in _IDLE if getattr(self, name) and not self._was]
+        self._given = copy.deepcopy(self._options())
         if idle:
             verb = "have" if len(idle) > 1 else "has"
             warn_user(f"DeepSpeedPlugin: {', '.join(idle)} {verb} no effect here.")
@@ -192,18 +194,21 @@ class DeepSpeedPlugin(KwargsHandler):
         self.hf_ds_config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given or {})
         config = self.hf_ds_config.config
         zero = config.setdefault("zero_optimization", {})
+        _check_tables(self.hf_ds_config)
         self.zero_stage = zero["stage"] = _whole(
             "zero_stage", self._either("zero_stage", "DEEPSPEED_ZERO_STAGE", zero, "stage", 2)
         )
         if self.zero_stage not in _STAGES:
             instead = ": 0 keeps everything on every rank, which is strategy='ddp'" if self.zero_stage == 0 else ""
             raise ValueError(f"zero_stage must be 1, 2 or 3, got {self.zero_stage}{instead}")
-        for name in ("offload_optimizer", "offload_param"):
+        for name in _OFFLOADS:
             self._offload(name, zero)
         clipping = self._either("gradient_clipping", _CLIPPING, config, "gradient_clipping", AUTO)
-        self.gradient_clipping = config["gradient_clipping"] = clipping if clipping == AUTO else float(clipping)
+        self.gradient_clipping = config["gradient_clipping"] = clipping if clipping == AUTO else _norm(clipping)
         steps = self._either("gradient_accumulation_steps", "", config, "gradient_accumulation_steps", AUTO)
         self.gradient_accumulation_steps = steps if steps == AUTO else _whole("gradient_accumulation_steps", steps)
+        if self.gradient_accumulation_steps == 0:
+            raise ValueError("gradient_accumulation_steps must be at least 1, got 0")
         config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
         self.zero3_init_flag = _truth(
             self._open("zero3_init_flag", "DEEPSPEED_ZERO3_INIT"), default=self.zero_stage == 3
@@ -214,7 +219,18 @@ class DeepSpeedPlugin(KwargsHandler):
         for half in _HALVES:
             if config.get(half, {}).get("enabled") == AUTO:
                 config[half].pop("enabled")
-        self._is_read = True
+        self._was = {**self._options(), _WRITTEN: copy.deepcopy(config)}
+
+    def _options(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+
+    def _take_changes(self) -> bool:
+        """Go back to what was given, with what the program has assigned since; return whether it has assigned any."""
+        changed = {name: value for name, value in self._options().items() if value != self._was[name]}
+        if "hf_ds_config" not in changed and self.hf_ds_config.config != self._was[_WRITTEN]:
+            changed["hf_ds_config"] = self.hf_ds_config  # the program has written into it
+        vars(self).update({**copy.deepcopy(self._given), **changed} if changed else {})
+        return bool(changed)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -235,7 +251,12 @@ class DeepSpeedPlugin(KwargsHandler):
         Raises:
             ValueError: The configuration has another one.
         """
-        asked = [half for half in _HALVES if self.hf_ds_config.config.get(half, {}).get("enabled") is True]
+        asked = [half for half in _HALVES if self.hf_ds_config.is_true(f"{half}.enabled")]
+        if chosen in _HALVES and self.hf_ds_config.is_false(f"{chosen}.enabled"):
+            raise ValueError(
+                f"mixed_precision={chosen!r}, and the DeepSpeed configuration says {chosen}.enabled: false: write "
+                '"auto" there, or make them equal'
+            )
         if len(asked) > 1:
             raise ValueError("the DeepSpeed configuration enables fp16 and bf16: a run has one precision")
         if asked and chosen not in (*PRECISIONS[:1], asked[0]):
@@ -411,6 +432,31 @@ class DummyScheduler(LRScheduler):
         """
         if self._schedule is not None:
             self._schedule.load_state_dict(state_dict)
+
+
+def _check_tables(config: HfDeepSpeedConfig) -> None:
+    """Refuse what is no table where DeepSpeed wants one.
+
+    Raises:
+        ValueError: Names the key.
+    """
+    for key in (*_TABLES, *(f"zero_optimization.{name}" for name in _OFFLOADS)):
+        value = config.get_value(key, {})
+        may_be_null = value is None and key.endswith(_OFFLOADS)
+        if not (isinstance(value, dict) or may_be_null):
+            raise ValueError(
+                f"the DeepSpeed configuration says {key}: {json.dumps(value, default=repr)}, and it must be a table"
+            )
+
+
+def _norm(value: Any) -> float:
+    try:
+        norm = float(value)
+    except (TypeError, ValueError):
+        norm = -1.0
+    if not norm >= 0:
+        raise ValueError(f"gradient_clipping must be a norm, 0 for none, got {value!r}")
+    return norm
 
 
 def _whole(name: str, value: Any) -> int:

@@ -63,6 +63,12 @@ def test_every_auto_is_filled_from_loader_optimizer_schedule_and_precision() -> 
         ({"optimizer": None}, {}, "prepares DummyOptim, and it has no optimizer"),
         ({}, {"schedule": None}, r"has a scheduler \(WarmupLR\), and the program prepares no DummyScheduler"),
         ({"scheduler": None}, {"needs_schedule": True}, "prepares DummyScheduler without lr_scheduler_callable"),
+        (
+            {"train_batch_size": 999, "gradient_accumulation_steps": 4},
+            {},
+            "train_batch_size is 999, and 8 samples per rank x 2 ranks x 4 batches per step are 64",
+        ),
+        ({"train_batch_size": 999}, {}, "train_batch_size is 999, and it does not say gradient_accumulation_steps"),
         ({"wall_clock": {"limit": "auto"}}, {}, r'has "auto" where nothing here says a value: wall_clock\.limit'),
     ],
 )
@@ -72,6 +78,10 @@ def test_each_contradiction_of_configuration_and_program_is_named(
     config = {name: value for name, value in {**AUTO, **changes}.items() if value is not None}
     with pytest.raises(ValueError, match=says):
         filled(DeepSpeedPlugin(config), "no", 8, 2, _facts(**facts))
+
+
+def test_a_configuration_without_a_batch_size_is_filled_also_where_no_loader_says_one() -> None:
+    assert filled(DeepSpeedPlugin(), "no", None, 2, Facts())["train_batch_size"] == 2
 
 
 def test_all_contradictions_are_in_one_error() -> None:
@@ -90,6 +100,14 @@ def test_all_contradictions_are_in_one_error() -> None:
         ({"offload_param_device": "cpu"}, "is for zero_stage=3, which cuts parameters, and the stage is 2"),
         ({"offload_optimizer_device": "disk"}, "offload_optimizer_device must be none, cpu or nvme, got 'disk'"),
         ({"offload_optimizer_device": "nvme"}, "needs offload_optimizer_nvme_path"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
+        ({"gradient_clipping": "x"}, "gradient_clipping must be a norm, 0 for none, got 'x'"),
+        ({"hf_ds_config": {"zero_optimization": None}}, "says zero_optimization: null, and it must be a table"),
+        (
+            {"hf_ds_config": {"zero_optimization": {"offload_optimizer": "cpu"}}},
+            'says zero_optimization.offload_optimizer: "cpu", and it must be a table',
+        ),
+        ({"hf_ds_config": {"bf16": True}}, "says bf16: true, and it must be a table"),
         ({"hf_ds_config": "no/such.json"}, "the DeepSpeed configuration no/such.json cannot be read"),
     ],
 )
@@ -115,6 +133,76 @@ def test_the_precision_is_that_of_one_side_or_of_both() -> None:
     assert [plugin.precision_of(name) for name in ("no", "bf16")] == ["bf16", "bf16"]
     with pytest.raises(ValueError, match="mixed_precision='fp16', and the DeepSpeed configuration enables bf16"):
         plugin.precision_of("fp16")
+
+
+def test_a_precision_that_the_configuration_switches_off_is_refused() -> None:
+    plugin = DeepSpeedPlugin({"bf16": {"enabled": False}})
+    assert [plugin.precision_of(name) for name in ("no", "fp16")] == ["no", "fp16"]
+    with pytest.raises(ValueError, match=r"mixed_precision='bf16', and the DeepSpeed .* says bf16\.enabled: false"):
+        plugin.precision_of("bf16")
+
+
+def test_the_precision_of_the_configuration_is_the_accelerators() -> None:
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin({"bf16": {"enabled": True}}), cpu=True)
+    assert (accelerator.mixed_precision, accelerator.state.mixed_precision) == ("bf16", "bf16")
+
+
+@pytest.fixture
+def _by_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration with windows of 4 batches that `accelerate launch` has given."""
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"gradient_accumulation_steps": 4, "bf16": {"enabled": True}}))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+
+
+@pytest.mark.usefixtures("_by_launch")
+def test_the_windows_of_a_launchs_configuration_are_the_accelerators() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == (4, "bf16")
+    accelerator.gradient_accumulation_steps = 3  # the program's own word
+    assert accelerator.gradient_accumulation_steps == 3
+
+
+@pytest.mark.usefixtures("_by_launch")
+def test_windows_of_a_program_that_a_launchs_configuration_contradicts_are_refused() -> None:
+    with pytest.raises(ValueError, match="=2, and the configuration of deepspeed says 4: give one of them"):
+        Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+
+def test_fields_that_are_assigned_until_a_model_is_prepared_hold() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=2)
+    plugin.zero_stage, plugin.gradient_clipping, plugin.offload_optimizer_device = 3, 0.5, "cpu"
+    plugin.__post_init__()  # as an Accelerator calls it
+    config = filled(plugin, "no", 8, 2, Facts())
+    assert (config["zero_optimization"]["stage"], config["gradient_clipping"]) == (3, 0.5)
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    plugin.offload_optimizer_device = "none"
+    plugin.__post_init__()
+    assert "offload_optimizer" not in filled(plugin, "no", 8, 2, Facts())["zero_optimization"]
+    assert plugin.zero_stage == 3
+
+
+def test_what_a_program_writes_into_the_configuration_holds_and_may_not_contradict_a_field() -> None:
+    plugin = DeepSpeedPlugin()
+    plugin.deepspeed_config["zero_optimization"]["stage"] = 3
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
+    plugin.__post_init__()
+    assert plugin.zero_stage == 3
+    assert filled(plugin, "no", None, 2, Facts())["train_micro_batch_size_per_gpu"] == 4
+    plugin.zero_stage = 1
+    with pytest.raises(ValueError, match=r"zero_stage=1\), and the DeepSpeed configuration says stage: 3"):
+        plugin.__post_init__()
+
+
+def test_windows_that_are_assigned_too_late_are_refused_with_the_attribute_that_sets_them() -> None:
+    plugin = DeepSpeedPlugin()
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    plugin.gradient_accumulation_steps = 4
+    with pytest.raises(ValueError, match=r"assign accelerator\.gradient_accumulation_steps = 4 in its place"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.gradient_accumulation_steps = 4
+    accelerator.prepare(torch.nn.Linear(1, 1))
 
 
 def test_the_steps_of_a_window_are_said_once() -> None:
