@@ -1673,8 +1673,7 @@ class Accelerator(ProcessControl):
             >>> accelerator.end_training()  # doctest: +SKIP
         """
         self._trackers.finish()
-        self._lifecycle.release()
-        self._lifecycle.forget()
+        self._lifecycle.end()
         self.state.destroy_process_group()
 
     def destroy_process_group(self) -> None:

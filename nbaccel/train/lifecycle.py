@@ -10,6 +10,7 @@ The Accelerator owns it. Its parts do not hold it: they are bound by it.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -345,6 +346,13 @@ class Lifecycle:
         if plain := [model for model in shared if not strategy.keeps_together(model)]:
             context.prepared.drop(plain, context.strategy)
             self.is_ready = False
+
+    def end(self) -> None:
+        """Forget everything prepared; a model of which ranks have only parts becomes whole first, by all ranks."""
+        context = self.context
+        if context.is_complete and context.strategy.leaves_only_parts and sys.exc_info()[0] is None:
+            self.release()  # in a `finally` after an error the other ranks may never come
+        self.forget()
 
     def forget(self) -> None:
         """Forget everything prepared, and wait for the save that is being written."""

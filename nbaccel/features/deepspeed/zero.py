@@ -77,6 +77,7 @@ class ZeroPartitioned(Strategy):
     saves_together = True
     serves_one_process = True
     holds_gradients = False
+    leaves_only_parts = True
     distributed_type = "DEEPSPEED"
     plugin_class = DeepSpeedPlugin
 

@@ -76,6 +76,9 @@ class Strategy:
     holds_gradients: ClassVar[bool] = True
     """True if a rank can keep gradients of its own and step with them."""
 
+    leaves_only_parts: ClassVar[bool] = False
+    """True if the program's models are of no use after a training unless `release` has made them whole."""
+
     plugin_class: ClassVar[type[Any] | None] = None
     """The class of its options, where it has any. They are the Accelerator's argument ``<name of the strategy>_plugin``
     and the attribute of that name of its state."""
