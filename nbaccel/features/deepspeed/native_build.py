@@ -7,6 +7,7 @@ is announced, a compiler that is missing is named, and a lock that nobody holds 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -27,6 +28,11 @@ __all__ = ["before_builds", "import_deepspeed", "move_stale_lock"]
 
 _ACCELERATOR = "DS_ACCELERATOR"
 """DeepSpeed's variable for the kind of device, which it reads once in a process."""
+
+_LONGEST_STEP_S = 300.0
+"""A build that has written nothing for so long is taken to be killed."""
+
+_LOOK_S = 2.0
 
 _RENAMED = r".torch.distributed.(all_gather_into|reduce_scatter)_tensor. is deprecated"
 """torch's warning of functions that DeepSpeed calls, and the user does not."""
@@ -107,8 +113,19 @@ def before_builds(config: Mapping[str, Any], device: torch.device, world: World)
         folders = ", ".join(str(_folder(name)) for name in missing)
         warn_user(f"DeepSpeed builds {' and '.join(missing)} once, 2 to 5 minutes: {folders}")
         for name in missing:
-            if said := move_stale_lock(_folder(name)):
-                warn_user(said)
+            _clear_the_way(_folder(name))
+
+
+def _clear_the_way(folder: Path) -> None:
+    """Wait while a build that this machine does not see may go on, and move its lock away if it does not."""
+    told = ""
+    while said := move_stale_lock(folder):
+        if said != told:
+            warn_user(said)
+        if not (folder / "lock").exists() or _holder(folder / "lock"):
+            return
+        told = said
+        time.sleep(_LOOK_S)
 
 
 def move_stale_lock(folder: Path) -> str:
@@ -123,13 +140,27 @@ def move_stale_lock(folder: Path) -> str:
     except FileNotFoundError:
         return ""
     if builder := _holder(lock):
-        return f"{lock} is {age_s:.0f} s old: this run waits for the build of process {builder}"
+        return f"{lock} is there: this run waits for the build of process {builder}"
+    if _quiet_s(folder) < _LONGEST_STEP_S:
+        return (
+            f"{lock} is of a build that may go on, on another machine or as another user: this run waits until nothing "
+            f"there has changed for {_LONGEST_STEP_S / 60:.0f} minutes. Delete the file if that build was killed"
+        )
     away = lock.with_name(f"lock.left-{int(time.time())}")
     lock.rename(away)
     return (
         f"{lock} was left by a build that was killed, {age_s:.0f} s ago, and torch would wait for it for ever: it is "
         f"{away.name} now, and the build begins again"
     )
+
+
+def _quiet_s(folder: Path) -> float:
+    """Return the seconds since the last change of a file in a folder."""
+    changes = [0.0]
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # gone by now
+            changes.append(path.stat().st_mtime)
+    return time.time() - max(changes)
 
 
 def _is_built(name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import broadcast
+from torch.distributed import barrier, broadcast
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -192,6 +192,8 @@ class ZeroPartitioned(Strategy):
         config = filled(self.plugin, self._precision.name, self._batch_size, self.world.world_size, facts)
         refuse_precision(self._precision.name, self.device)
         before_builds(config, self.device, self.world)
+        if self.world.is_distributed:
+            barrier()  # no rank builds before the way is clear
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         is_own = not isinstance(optimizer, DummyOptim)
         state = optimizer.state_dict()
