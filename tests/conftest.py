@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ gc.disable()
 # Python 3.14 would start the workers of this process's loaders by a server, which stays behind, and lets each of them
 # import torch anew. Kernels, zygotes and programs that tests start have Python's own default.
 multiprocessing.set_start_method("fork")
+
+with suppress(ModuleNotFoundError):  # as on a machine that has a GPU, whose packages are not ours
+    from hypothesis import settings
+
+    settings.register_profile("tests", deadline=None)  # a busy machine is no failure of an example
+    settings.load_profile("tests")
 
 pytest_plugins = ["fixtures.kernels", "fixtures.launchers", "fixtures.objects", "fixtures.shells"]
 """Kernels, a launcher and notebooks without a kernel, for the tests of their folders and of features."""
