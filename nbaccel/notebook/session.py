@@ -359,7 +359,7 @@ class Session:
         if run.end != "done" or run.ended.stays or not is_unmodified or not history.steps or history.resumed:
             return ""
         choices = {
-            name: text for name, text in run.kept.origin.choices.items() if name not in ("num_processes", "seed")
+            name: text for name, text in run.kept.origin.choices.items() if name not in ("num-processes", "seed")
         }
         work = run.source.code.strip(), history.steps, tuple(sorted(choices.items()))
         return self._rank_counts.note(work, run.spec.world_size, run.kept.seconds, run.source.name)

@@ -171,3 +171,15 @@ def test_a_program_that_forms_its_own_process_group_meets_none_of_ours(new_kerne
     assert kernel.value("total") == 2
     kernel.do(accelerate("there = accelerator.reduce(torch.ones(1)).item()", start))
     assert kernel.value("there") == 2
+
+
+def test_a_loop_that_another_number_of_ranks_did_faster_says_so(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do(
+        "import time, torch\n%load_ext nbaccel\nw = torch.nn.Parameter(torch.ones(3)); steps = torch.optim.SGD([w])"
+    )
+    loop = "for _ in range(4):\n    time.sleep(pause)\n    w.square().sum().backward()\n    steps.step()"
+    kernel.do("pause = 0")
+    assert "done this cell" not in kernel.do(accelerate(loop, "fork", n=1)).stdout
+    kernel.do("pause = 2")
+    assert "1 rank has done this cell in " in kernel.do(accelerate(loop, "fork")).stdout
