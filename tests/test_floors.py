@@ -51,16 +51,17 @@ READS_ENVIRONMENT = {
     "train/distributed/process_group.py": "the variable by which torch's watchdog leaves errors to the program",
     "train/step/environment.py": "functions by which programs read theirs",
     "features/export/exported_cell.py": "puts the variables of ranks aside while the cells above run",
-    "cli/accelerate_config.py": "where Accelerate keeps its configuration file",
+    "features/scripts/accelerate_config.py": "where Accelerate keeps its configuration file",
     "trackers/clearml.py": "the variables by which ClearML's user names a project and a task",
     "train/logs.py": "the level that programs written for Accelerate choose",
 }
 
 PRINTS = {
     "cli/__init__.py": "a command answers by printing",
-    "cli/launch.py": "a line beside what a command prints",
-    "cli/demo.py": "a command answers by printing",
-    "cli/estimate_memory.py": "a command answers by printing",
+    "output/terminal.py": "a line beside what a command prints",
+    "features/scripts/script_command.py": "the command that would run",
+    "features/scripts/demo_command.py": "a command answers by printing",
+    "features/batch_size/estimate_command.py": "a command answers by printing",
     "launching/rank/debugger.py": "a debugger speaks beside the lines of pdb",
     "launching/tasks/cell_task.py": "`%%time` inside a cell answers in the rank's output",
     "launching/ipc/patches.py": "a line of the rank before its cell",

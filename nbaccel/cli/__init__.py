@@ -2,7 +2,8 @@
 
 `doctor` reports on this machine, `config` shows and changes the choices of a folder's notebooks, `demo` executes a
 notebook that trains, `estimate-memory` says what a training would take, and `launch` runs a script on every device of
-one or several machines. Each command calls the same code as the notebook. May import every folder.
+one or several machines. The last three are features: the table has who adds their arguments and runs them. Each command
+calls the same code as the notebook. May import every folder.
 """
 
 from __future__ import annotations
@@ -12,26 +13,33 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from nbaccel import __version__
-from nbaccel.cli.demo import QUICKSTART, demo
-from nbaccel.cli.estimate_memory import add_arguments, estimate_memory_of
-from nbaccel.cli.launch import failed
+from nbaccel.errors import FeatureMissing
+from nbaccel.features import feature
+from nbaccel.output.terminal import failed
 
 __all__ = ["main"]
+
+_ADDED = {
+    "estimate-memory": "what a training takes, by strategy and number of ranks",
+    "demo": "run the quickstart notebook without a browser and say how it went",
+}
+"""Commands of features whose arguments argparse reads, with their help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["launch"]:  # argparse cannot leave the flags after a script to it
-        from nbaccel.cli.launch import launch
-
-        return launch(words[1:])
-    parsed = _parser().parse_args(words)
-    status: int = parsed.command(parsed)
+    try:
+        if words[:1] == ["launch"]:  # argparse cannot leave the flags after a script to it
+            status: int = feature("nbaccel launch")(words[1:])
+        else:
+            parsed = _parser(words[:1]).parse_args(words)
+            status = parsed.command(parsed)
+    except FeatureMissing as error:
+        return failed(str(error))
     return status
 
 
@@ -58,7 +66,8 @@ def _meant(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {alike[0]}?" if alike else ""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(asked: Sequence[str] = tuple(_ADDED)) -> argparse.ArgumentParser:
+    """Return the parser, with the arguments of the commands of features that are `asked`."""
     parser = _Parser(prog="nbaccel", description="Train on every device of the machine from a notebook.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -70,19 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="choose this too, and write the file")
     config.set_defaults(command=_config)
 
-    estimate = commands.add_parser("estimate-memory", help="what a training takes, by strategy and number of ranks")
-    add_arguments(estimate)
-    estimate.set_defaults(command=estimate_memory_of)
-
+    for name, help_ in _ADDED.items():
+        added = commands.add_parser(name, help=help_)
+        if name in asked:
+            feature(f"nbaccel {name}")(added)
     commands.add_parser("launch", help="run a script on every device, as torchrun does; nbaccel launch --help")
-
-    quickstart = commands.add_parser("demo", help="run the quickstart notebook without a browser and say how it went")
-    quickstart.add_argument("--notebook", type=Path, default=QUICKSTART, metavar="PATH", help="default: %(default)s")
-    quickstart.add_argument("--output", type=Path, metavar="PATH", help="default: build/NAME.executed.ipynb")
-    quickstart.add_argument(
-        "-n", "--num-processes", type=int, default=2, metavar="N", help="ranks; default: %(default)s"
-    )
-    quickstart.set_defaults(command=demo)
     return parser
 
 

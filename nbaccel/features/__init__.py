@@ -34,6 +34,11 @@ _TABLE = {  # "module:object", below this package
     "%accelerate export": "export.export_command:export_script",
     "%accelerate runs": "runs.runs:show_runs",
     "%accelerate nodes": "cluster.cell_mode:show_nodes",
+    # commands of the terminal
+    "nbaccel launch": "scripts.script_command:launch",
+    "nbaccel demo": "scripts.demo_command:add_arguments",
+    "nbaccel estimate-memory": "batch_size.estimate_command:add_arguments",
+    # other ways to start
     "launch(nodes=...)": "cluster.cell_mode:launch_on_nodes",
     # rows of the doctor's report
     "doctor: nodes": "cluster.node_environment:ways_to_nodes",

@@ -1,5 +1,5 @@
 """`find_batch_size` and `estimate`: the largest batch that fits, by trials or by counting. Runs in ranks and kernel.
 
-It hooks in as two methods of the Accelerator and as `%accelerate estimate`. Imports `train`, `options`, `base` and
-other features.
+It hooks in as two methods of the Accelerator, as `%accelerate estimate` and `nbaccel estimate-memory`. Imports `train`,
+`options`, `output`, `base` and other features.
 """

@@ -1,7 +1,7 @@
 """A rank of `nbaccel launch`: runs a script or a module as the interpreter would, except for the interpreter's own end.
 
-    python -m nbaccel.launching.rank.script train.py --epochs 3
-    python -m nbaccel.launching.rank.script -m package.train --epochs 3
+    python -m nbaccel.features.scripts.script train.py --epochs 3
+    python -m nbaccel.features.scripts.script -m package.train --epochs 3
 
 The end is left out because torch does not survive it (2.13). Threads of its gloo backend release the last collective's
 tensors some time after it, and need the interpreter's lock for that. If the interpreter is ending meanwhile, it ends
@@ -142,6 +142,6 @@ def _behind_us(trace: TracebackType | None) -> TracebackType | None:
 
 
 if __name__ == "__main__":
-    from nbaccel.launching.rank import script  # this copy's names become the program's
+    from nbaccel.features.scripts import script  # this copy's names become the program's
 
     script.main(sys.argv[1:])

@@ -28,7 +28,7 @@ gate.set()
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nbaccel.launching.rank.script", *words]
+    command = [sys.executable, "-m", "nbaccel.features.scripts.script", *words]
     env = {**os.environ, "PYTHONPATH": os.getcwd()}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
 

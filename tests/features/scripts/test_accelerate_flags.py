@@ -17,9 +17,9 @@ from IPython.core.error import UsageError
 from environments import REPOSITORY
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.cli import main
-from nbaccel.cli.accelerate_config import read_plain_yaml
-from nbaccel.cli.accelerate_flags import _FSDP, fsdp_environ, is_elsewhere, take
-from nbaccel.cli.launch import _parser
+from nbaccel.features.scripts.accelerate_config import read_plain_yaml
+from nbaccel.features.scripts.accelerate_flags import _FSDP, fsdp_environ, is_elsewhere, take
+from nbaccel.features.scripts.script_command import _parser
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     gpus = tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 16 * 10**9, number=index) for index in range(2))
     monkeypatch.setattr(Survey, "take", classmethod(lambda cls: Survey(gpus=gpus, cpu_count=4)))
-    monkeypatch.setattr("nbaccel.cli.launch.before_a_run", lambda gpus: [])
+    monkeypatch.setattr("nbaccel.features.scripts.script_command.before_a_run", lambda gpus: [])
     return tmp_path
 
 
@@ -107,7 +107,7 @@ def test_a_flag_means_what_it_means_to_accelerate(launched: Any, line: str, part
 
 
 def test_machines_share_the_processes_and_meet_as_they_are_told(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.cli.elastic.interface_to", lambda address, port: "eth0")
+    monkeypatch.setattr("nbaccel.features.scripts.elastic.interface_to", lambda address, port: "eth0")
     where = "--num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1"
     meeting = "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1"
     command, _, _ = launched(f"--num_processes 4 {where} --main_process_port 1234 train.py")

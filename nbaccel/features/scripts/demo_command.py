@@ -15,16 +15,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nbaccel.cli.launch import failed
+from nbaccel.output.terminal import failed
 
-__all__ = ["QUICKSTART", "demo"]
+__all__ = ["add_arguments"]
 
 QUICKSTART = Path("notebooks/01_quickstart.ipynb")
 PARAMETERS = "parameters"
 """Tag of the cell after which the demo sets `num_processes`, as papermill does."""
 
 
-def demo(arguments: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command and its arguments to `parser`."""
+    parser.set_defaults(command=_demo)
+    parser.add_argument("--notebook", type=Path, default=QUICKSTART, metavar="PATH", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="default: build/NAME.executed.ipynb")
+    parser.add_argument("-n", "--num-processes", type=int, default=2, metavar="N", help="ranks; default: %(default)s")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
     """Execute the notebook, save it with its outputs, and report its variable `accuracy`."""
     try:
         import nbformat

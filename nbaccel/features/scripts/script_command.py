@@ -1,7 +1,7 @@
 """Run `nbaccel launch SCRIPT …`: a script on every device of one or several machines. Runs in a terminal.
 
 The script runs as a notebook's cell would run. The command reads the flags of cells, under the same names, those of
-`accelerate launch`, and the choices of nbaccel.toml and of Accelerate's configuration file; `launch.cluster.elastic`
+`accelerate launch`, and the choices of nbaccel.toml and of Accelerate's configuration file; `elastic`
 does the rest. Features of notebooks alone (bringing variables back, drawing, restarting in smaller batches) have no
 flag here.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,8 +20,9 @@ from IPython.core.error import UsageError
 from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import PARTITIONING, RunSettings
 from nbaccel.base.world import SlurmStep
-from nbaccel.cli.accelerate_config import AccelerateConfig, default_path
-from nbaccel.cli.accelerate_flags import (
+from nbaccel.errors import LaunchRefused
+from nbaccel.features.scripts.accelerate_config import AccelerateConfig, default_path
+from nbaccel.features.scripts.accelerate_flags import (
     MODES,
     Idle,
     add_arguments,
@@ -36,8 +36,7 @@ from nbaccel.cli.accelerate_flags import (
     torchruns,
     whole,
 )
-from nbaccel.cli.elastic import Elastic, Nodes, Program
-from nbaccel.errors import LaunchRefused
+from nbaccel.features.scripts.elastic import Elastic, Nodes, Program
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.plan import ScriptPlan
@@ -46,12 +45,9 @@ from nbaccel.options.flag_effects import given_flags
 from nbaccel.options.flags import flags_parser, some_flags
 from nbaccel.options.parsing import chosen, in_our_words, what_is_unknown
 from nbaccel.options.run_options import AUTO, RunOptions
+from nbaccel.output.terminal import failed, say
 
-__all__ = [
-    "failed",
-    "launch",
-    "say",
-]
+__all__ = ["launch"]
 
 _OF_CELLS = (
     *("num-processes", "mixed-precision", "accumulate", "devices", "cpu", "seed", "debug", "strategy"),
@@ -397,14 +393,3 @@ def _described(devices: Devices, settings: RunSettings, threads: int, nodes: Nod
         f"{threads} CPU thread{'s' * (threads > 1)} each",
     ]
     return ", ".join(filter(None, parts))
-
-
-def say(message: str) -> None:
-    """Print a line beside the program's own output."""
-    print(f"nbaccel: {message}", file=sys.stderr, flush=True)
-
-
-def failed(message: str, status: int = 1) -> int:
-    """Print the reason; return the exit status."""
-    say(message)
-    return status

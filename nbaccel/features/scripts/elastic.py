@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launching.rank.script import FLAGS
+from nbaccel.features.scripts.script import FLAGS
 from nbaccel.options.flag_effects import GivenFlag, as_json
 
 __all__ = ["Elastic", "Nodes", "Program", "ScriptExit", "interface_to", "loopback_interface"]
 
 _MASTER_PORT = 29500  # torchrun's
-_RUNNER = "nbaccel.launching.rank.script"
+_RUNNER = "nbaccel.features.scripts.script"
 _SIGNAL = 128  # what a shell adds to a signal's number
 
 
@@ -196,7 +196,7 @@ class Elastic:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import parse_args, run
 
-        from nbaccel.cli.loopback import LOOPBACK, offer_loopback
+        from nbaccel.features.scripts.loopback import LOOPBACK, offer_loopback
 
         asked = parse_args(self._arguments_by_us())
         if asked.standalone:

@@ -15,11 +15,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from nbaccel.cli.launch import failed
-from nbaccel.errors import FeatureMissing
-from nbaccel.features import needed_by
+from nbaccel.output.terminal import failed
 
-__all__ = ["add_arguments", "estimate_memory_of"]
+__all__ = ["add_arguments"]
 
 _PRECISIONS = {"float32": "no", "float16": "fp16", "bfloat16": "bf16", "no": "no", "fp16": "fp16", "bf16": "bf16"}
 _SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib": 2**30}
@@ -30,7 +28,8 @@ class _Wrong(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to `parser`."""
+    """Add the command and its arguments to `parser`."""
+    parser.set_defaults(command=_estimate_memory)
     parser.add_argument(
         "model_name",
         metavar="MODEL",
@@ -56,11 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that lies beside a configuration")
 
 
-def estimate_memory_of(arguments: argparse.Namespace) -> int:
+def _estimate_memory(arguments: argparse.Namespace) -> int:
     """Print a table for each precision; return the exit status."""
     try:
-        with needed_by("nbaccel estimate-memory"):
-            from nbaccel.features.batch_size.estimate import EstimatedDevices, EstimateSetting, estimate_memory
+        from nbaccel.features.batch_size.estimate import EstimatedDevices, EstimateSetting, estimate_memory
 
         if unusable := [dtype for dtype in arguments.dtypes if dtype not in _PRECISIONS]:
             raise _Wrong(f"{', '.join(unusable)}: a training computes in float32, float16 or bfloat16")
@@ -78,7 +76,7 @@ def estimate_memory_of(arguments: argparse.Namespace) -> int:
             )
             print(f"{arguments.model_name}, {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}")
             print(estimate)
-    except (_Wrong, ValueError, TypeError, FeatureMissing) as error:
+    except (_Wrong, ValueError, TypeError) as error:
         return failed(f"estimate-memory: {error}")
     return 0
 
