@@ -276,7 +276,7 @@ class Averaging:
         Raises:
             NotPrepared: The ranks do not train one model any more, or their batches cannot be combined.
         """
-        self._steps.enter()  # may raise RunStopped
+        self._steps.enter(roots)  # may raise RunStopped
         readings = [read(root, is_scaled) for root in roots]
         terms = [term for reading in readings for term in reading.terms]
         handed, shape_of = self._passes.handed, ShapeOfLoss()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nbaccel.base.events import StepEntered, StepsEnded, emit
 from nbaccel.errors import CannotCut
 from nbaccel.train.raw_loop.batch_parts import GivenBatches, Turn
+from nbaccel.train.raw_loop.trained_tensors import optimizers_of
 from nbaccel.train.step.readings import LearningRates
 
 __all__ = [
@@ -232,17 +233,24 @@ def _seen(zero_grad: Callable[..., Any], deferred: DeferredCalls) -> Callable[..
 class StepCounter:
     """Counts the steps of one task.
 
-    In a loop that prepares nothing, the optimizers' steps and the batches that it takes show where a step ends.
+    In a loop that prepares nothing, the optimizers' steps and the batches that it takes show where a step ends. Batches
+    whose gradients are accumulated by hand are one step, that of the optimizer which follows them. Only a loop without
+    an optimizer, which changes weights by itself, steps with each batch.
 
     Args:
         batches: How many batches were handed out so far.
+        optimizers: Returns the optimizers that step the leaves of these roots. Asked once in a task, and only where a
+            second batch comes before any optimizer has stepped.
 
     Attributes:
         rates: The learning rates of the optimizers that step, which another thread may read.
     """
 
-    def __init__(self, batches: Callable[[], int]) -> None:
+    def __init__(
+        self, batches: Callable[[], int], optimizers: Callable[[Sequence[Tensor]], Iterable[Optimizer]] = optimizers_of
+    ) -> None:
         self._batches = batches
+        self._optimizers_of = optimizers
         self.rates = LearningRates()
         self.begin()
 
@@ -255,6 +263,7 @@ class StepCounter:
         self._is_inside = False
         self._stepped: set[int] = set()  # optimizers, in this step
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._has_asked = False
 
     def begin_anew(self) -> None:
         """Begin another attempt of the program, whose steps continue from where the last one ended."""
@@ -303,14 +312,18 @@ class StepCounter:
             if not isinstance(rate := group.get("lr"), (torch.Tensor, type(None))):
                 self._rates += float(rate)
 
-    def enter(self) -> None:
-        """Enter a step, if the backward that is about to begin starts one.
+    def enter(self, roots: Sequence[Tensor]) -> None:
+        """Enter a step, if the backward that is about to begin at `roots` starts one.
 
         Raises:
             RunStopped: The run ends before this step.
         """
         now = self.taken, self._batches()
         before = self._entered_at
+        if before is not None and now != before and not (self._optimizers or self._has_asked):
+            self._has_asked = True
+            for optimizer in self._optimizers_of(roots):
+                self.meet(optimizer)
         has_stepped = before is not None and (now[0] != before[0] or not self._optimizers)
         is_next = before is not None and has_stepped and (now[1] != before[1] or not now[1])
         if is_next or not self._is_inside:

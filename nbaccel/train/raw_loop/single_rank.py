@@ -6,7 +6,6 @@ run stop between two steps, and explain why its batches are not cut if memory ru
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -200,9 +199,7 @@ class SingleRankWatch:
             emit(TrainingMode(LoopKind.UNMODIFIED))
             if line := idle_gpu(each.device for each in outputs if isinstance(each, Tensor)):
                 self.say(line)
-        elif self._backwards == 1:
-            self._meet_optimizers()
-        self._steps.enter()  # may raise RunStopped
+        self._steps.enter([root for root in outputs if isinstance(root, Tensor)])  # may raise RunStopped
         loss = _loss_of(outputs)
         found = real(outputs, *args, **kwargs)
         self._note_backward(loss)
@@ -213,13 +210,6 @@ class SingleRankWatch:
         if self._backwards and (self._now is None or self._now.gauge.has_trained):
             return False
         return runs_in_trainer()
-
-    def _meet_optimizers(self) -> None:
-        """Find the optimizers where a second backward comes before the first step: then batches are accumulated."""
-        if not self._steps.taken:
-            for each in gc.get_objects():
-                if issubclass(type(each), Optimizer):
-                    self._steps.meet(each)
 
     def _note_backward(self, loss: Tensor | None) -> None:
         self._backwards += 1

@@ -27,6 +27,7 @@ from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import users_frames, variables_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.raw_loop.gradient_weights import as_floats
+from nbaccel.train.raw_loop.graph import leaves_of
 
 __all__ = [
     "KEEP_TOGETHER",
@@ -35,6 +36,7 @@ __all__ = [
     "Model",
     "Models",
     "is_hook_of_ours",
+    "optimizers_of",
     "sums_of",
     "surrounding_optimizers",
     "surrounding_parameters",
@@ -570,6 +572,16 @@ class _Around:
 def surrounding_optimizers() -> list[torch.optim.Optimizer]:
     """Return the optimizers that the program can reach from where it is. Searches all of its objects."""
     return _Around().optimizers
+
+
+def optimizers_of(roots: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that the program can reach and that step a leaf of `roots`. Searches all of its objects."""
+    leaves = {id(leaf) for leaf in leaves_of(roots)[0]}
+    return [
+        each
+        for each in surrounding_optimizers()
+        if any(id(parameter) in leaves for group in each.param_groups for parameter in group["params"])
+    ]
 
 
 def surrounding_parameters() -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from nbaccel import Accelerator
-from nbaccel.base.events import Event, Metric, outlet
+from nbaccel.base.events import Event, Loss, Metric, Progress, outlet
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import NotPrepared, RanksFailed
@@ -326,6 +326,28 @@ def _logged() -> tuple[list[Tensor], list[int]]:
 def test_what_an_unprepared_loop_logs_belongs_to_its_steps_and_not_all_to_the_first() -> None:
     for _, steps, _ in run_ranks(2, _in_a_rank, Loop("logged", _logged)):
         assert steps == [0, 0, 1, 1, 2, 2, 3, 3, 3, *[0, 1]]
+
+
+def _accumulated_by_hand() -> tuple[list[Tensor], list[Any]]:
+    """Steps after four batches, which leaves none of 5, and after those that an epoch has left: as programs do."""
+    model, events = net(), list[Event]()
+    optimizer = sgd(model)
+    with outlet(events.append):
+        for _ in range(3):
+            loader = DataLoader(points(20), batch_size=4)
+            for at, (x, y) in enumerate(loader):
+                (torch.nn.functional.mse_loss(model(x), y) / 4).backward()
+                if (at + 1) % 4 == 0 or at + 1 == len(loader):
+                    optimizer.step()
+                    optimizer.zero_grad()
+    steps = [event.step for event in events if isinstance(event, Loss)]
+    (done,) = {gauge.step for gauge in events if isinstance(gauge, Progress) and gauge.is_over and gauge.epoch == 2}
+    return ends(model), [*steps, done]
+
+
+def test_batches_that_a_loop_accumulates_by_hand_count_as_the_optimizers_steps() -> None:
+    for _, steps, _ in run_ranks(2, _in_a_rank, Loop("by hand", _accumulated_by_hand)):
+        assert steps == [0, 0, 0, 0, 1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6]
 
 
 class _Fails(torch.autograd.Function):

@@ -144,6 +144,32 @@ def test_accumulated_batches_are_one_step_and_two_optimizers_too(seen: Seen) -> 
     assert [step for step, _ in seen.losses] == [0, 0, 1, 1, 2, 2]
 
 
+def test_accumulated_batches_are_one_step_where_the_collector_does_not_list_the_optimizer(seen: Seen) -> None:
+    model, optimizer = model_and_optimizer()
+    gc.freeze()  # as before a fork: a rank's collector lists no object of the notebook
+    try:
+        for at, (x, y) in enumerate(loader(2)):
+            F.mse_loss(model(x), y).backward()
+            if at % 3 == 2:
+                optimizer.step()
+    finally:
+        gc.unfreeze()
+    assert [step for step, _ in seen.losses] == [0, 0, 0, 1, 1, 1]
+    assert [each.step for each in seen.passes] == [2]
+
+
+def test_a_loop_without_an_optimizer_of_its_own_steps_with_each_batch(seen: Seen) -> None:
+    model, _ = model_and_optimizer()
+    _, other = model_and_optimizer()
+    for x, y in loader():
+        F.mse_loss(model(x), y).backward()
+        for each in model.parameters():
+            each.data -= 0.1 * each.grad
+            each.grad = None
+    assert seen.steps == [0, 1, 2]
+    assert other.state_dict()["state"] == {}
+
+
 def test_a_scaled_loss_is_told_as_the_program_has_computed_it(seen: Seen) -> None:
     model, optimizer = model_and_optimizer()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
