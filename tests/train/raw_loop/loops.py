@@ -668,7 +668,8 @@ def frozen_part() -> Values:
     for p in model[0].parameters():
         p.requires_grad = False
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
-    return ends(model), fit(model, optimizer, DataLoader(points(), batch_size=7))
+    printed = fit(model, optimizer, DataLoader(points(), batch_size=7))
+    return ends(model), printed
 
 
 @loop()
@@ -707,7 +708,8 @@ def low_rank_adaptation() -> Values:
     first = fit(model, sgd(model), loader, epochs=1)
     model[0], model[2] = LowRank(model[0]), LowRank(model[2])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    return ends(model), first + fit(model, optimizer, loader)
+    printed = first + fit(model, optimizer, loader)
+    return ends(model), printed
 
 
 @loop()
@@ -1213,7 +1215,8 @@ def batches_smaller_than_the_world() -> Values:
 @loop(is_split=False)
 def batches_of_one_sample() -> Values:
     model = net()
-    return ends(model), fit(model, sgd(model, 0.01), DataLoader(points(6), batch_size=1))
+    printed = fit(model, sgd(model, 0.01), DataLoader(points(6), batch_size=1))
+    return ends(model), printed
 
 
 @loop()
@@ -1307,7 +1310,8 @@ class ByLabel:
 def batch_sampler_of_ones_own() -> Values:
     model, data = net(3), labelled()
     loader = DataLoader(data, batch_sampler=ByLabel(data.tensors[1]))
-    return ends(model), fit(model, sgd(model), loader, F.cross_entropy)
+    printed = fit(model, sgd(model), loader, F.cross_entropy)
+    return ends(model), printed
 
 
 @loop()
@@ -1694,7 +1698,8 @@ def one_function_for_training_and_evaluation() -> Values:
 def with_loss(criterion: Callable[[Tensor, Tensor], Tensor], lr: float = 0.1, labels: bool = False) -> Values:
     model = net(3 if labels else 1)
     loader = DataLoader(labelled() if labels else points(), batch_size=7, shuffle=True)
-    return ends(model), fit(model, sgd(model, lr), loader, criterion)
+    printed = fit(model, sgd(model, lr), loader, criterion)
+    return ends(model), printed
 
 
 @loop()
@@ -2231,7 +2236,8 @@ def gradients_clamped_by_hooks() -> Values:
     model = net()
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    return ends(model), fit(model, sgd(model), DataLoader(points(), batch_size=7))
+    printed = fit(model, sgd(model), DataLoader(points(), batch_size=7))
+    return ends(model), printed
 
 
 # What a third reading found -------------------------------------------------------------------------------------------
@@ -2396,7 +2402,8 @@ class Centred(nn.Module):
 @loop()
 def buffer_that_is_assigned_anew() -> Values:
     model = Centred()
-    return ends(model), fit(model, sgd(model), DataLoader(points(24), batch_size=8))
+    printed = fit(model, sgd(model), DataLoader(points(24), batch_size=8))
+    return ends(model), printed
 
 
 @loop(is_split=False)
