@@ -280,11 +280,14 @@ class LineMerger:
             places = [other.first_of(stream) for other in waiting]
             keys = {None if at is None else other.held[at].key for other, at in zip(waiting, places, strict=True)}
             if len(keys) == 1:
+                before: list[Merged] = []  # on that stream, in the order of their rank
                 for other, at in zip(waiting, places, strict=True):
-                    other.pop(at or 0)
+                    notices = _take_notices(other, at or 0, stream)
+                    before += notices
+                    other.pop((at or 0) - len(notices))
                     other.went_alone.clear()
                     other.misses = 0
-                return [Merged(None, *key) for key in keys if key is not None]
+                return [*before, *(Merged(None, *key) for key in keys if key is not None)]
         return []
 
     def _may_go(self, queue: _Queue) -> bool:
@@ -314,6 +317,12 @@ def _take_alone(queue: _Queue) -> Merged:
     key = queue.pop()
     queue.went_alone.append(hash(key))
     return Merged(queue.rank, *key)
+
+
+def _take_notices(queue: _Queue, end: int, stream: str) -> list[Merged]:
+    """Take the lines of `stream` before `end`, the first one that ranks share: it must not overtake them."""
+    places = [at for at, held in enumerate(islice(queue.held, end)) if held.key[0] == stream]
+    return [Merged(queue.rank, *queue.pop(at - taken)) for taken, at in enumerate(places)]
 
 
 def _age(queue: _Queue) -> int:
