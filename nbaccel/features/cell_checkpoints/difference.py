@@ -64,8 +64,8 @@ Remade = Callable[[DataLoader[Any], Any, Any, int, Any], Any]
 draw, and the begin of its pass; nothing is fetched."""
 
 _OTHER = (
-    "other than in the run that is continued. The cells above, or the lines before the loop, draw it anew (seed them), "
-    "or read other data"
+    "other than in the run that is continued. The cells above, or the lines before the loop, draw it anew (seed them, "
+    "as by torch.manual_seed(0) above what draws it), or read other data"
 )
 
 _TRAINED = (
