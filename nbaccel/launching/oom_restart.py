@@ -291,7 +291,10 @@ class OomRestartPolicy:
         ]
         rounds = -(-parts // loop.sharing_ranks)
         if rounds > 1:
-            said.append(f"the loop's body runs {rounds} times per batch, each loss weighed as a mean over its samples")
+            how = ", each loss weighed as a mean over its samples"
+            if loop.sharing_ranks > 1:  # then losses are weighed by their divisors, see `TurnWeights`
+                how = ", and each time does what it counts, draws or averages by itself"
+            said.append(f"the loop's body runs {rounds} times per batch{how}")
         if loop.batch_norms:
             said.append(f"BatchNorm layers see the samples of one part at a time: {_some(loop.batch_norms)}")
         self._left_behind |= dict.fromkeys([*attempt.recorder.opened, *attempt.ended.open_files])

@@ -235,7 +235,7 @@ def test_a_loop_that_prepares_nothing_is_started_again_in_parts_and_trains_what_
     assert (
         "ran out of memory at 2 x 32; started again with 4 x 16, effective batch 64 unchanged; the loop's" in cell.text
     )
-    assert "body runs 2 times per batch, each loss weighed as a mean over its samples" in cell.text
+    assert "body runs 2 times per batch, and each time does what it counts, draws or averages by itself" in cell.text
     assert notebook.value("len(open(attempts).read())") == 2 * cell.text.count("started again with") + 2
     assert (
         notebook.value("float((torch.cat([p.detach().flatten() for p in net.parameters()]) - expected[0]).abs().max())")

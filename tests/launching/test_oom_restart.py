@@ -83,6 +83,12 @@ def test_a_run_that_ran_out_of_memory_starts_again_with_every_batch_in_two_parts
     assert again.spec.settings == RunSettings(seed=7, split=2)
 
 
+def test_of_ranks_that_share_a_batch_it_is_said_what_each_part_repeats() -> None:
+    again = restarted(OomRestartPolicy().after(attempt(failed(OOM), replace(LOOP, sharing_ranks=2, parts=2))))
+    said = "the loop's body runs 2 times per batch, and each time does what it counts, draws or averages by itself"
+    assert again.line.endswith(said)
+
+
 def test_each_restart_doubles_the_parts_and_the_sixth_is_not_made() -> None:
     restarting, parts, lines = OomRestartPolicy(), 1, []
     for _ in range(5):

@@ -80,6 +80,19 @@ class Decision:
         self._are_alike = header.all_equal("terms", givers) and header.all_equal("shape", givers)
         self._shares: dict[tuple[int, ...], list[tuple[int, float]] | None] = {}
 
+    def is_sum(self, at: int) -> bool:
+        """Return whether the term at `at` is a sum over samples, whose parts are added: of a mean, weights add to 1."""
+        return not math.isclose(sum(self.weights[rank][at] for rank in self.givers), 1.0)
+
+    def divisors(self, at: int) -> list[float]:
+        """Return by rank what the term at `at`, a mean, is divided by."""
+        counts = [self.header.counts[rank][at] for rank in self.givers]
+        return counts if counts[0] >= 0 else [self.header.constants[rank][at] for rank in self.givers]
+
+    def numbers_of(self, at: int) -> list[float]:
+        """Return by rank how many numbers the term at `at` is over; for a loss with weights, their sum."""
+        return [abs(self.header.counts[rank][at]) for rank in self.givers]
+
     def whole_values(self, values: Sequence[Sequence[float]], terms: Sequence[tuple[int, ...]]) -> list[float | None]:
         """Return the losses of the whole batch, None for an unknown one; empty where they are those already.
 
@@ -171,7 +184,7 @@ class Agreement:
         obstacle: Why its batches must stay whole.
         named: Variables of the user's with a part of the loss.
         late: Values that were summed afterwards.
-        share: The share of the batch's samples, where it comes in several parts.
+        turn_weights: Further factors of its terms, where the batch comes in several parts.
     """
 
     decision: Decision
@@ -183,7 +196,7 @@ class Agreement:
     obstacle: str
     named: Sequence[tuple[Tensor, tuple[int, ...]]]
     late: dict[int, Tensor] = field(default_factory=dict)
-    share: float = 1.0
+    turn_weights: Sequence[float] | None = None
 
     @property
     def factor(self) -> float:
@@ -195,14 +208,9 @@ class Agreement:
         if self.decision.is_uniform:
             return []
         mine = self.decision.weights[self.rank]
-        if self.share != 1.0:
-            mine = [factor * self._share_of(at) for at, factor in enumerate(mine)]
+        if self.turn_weights is not None:
+            mine = [factor * weight for factor, weight in zip(mine, self.turn_weights, strict=True)]
         return [term.node.register_prehook(_times(factor)) for term, factor in zip(self.terms, mine, strict=True)]
-
-    def _share_of(self, at: int) -> float:
-        """Return the share of the term at `at` in its batch: for a mean that of its part's samples, for a sum 1."""
-        total = sum(self.decision.weights[rank][at] for rank in self.decision.givers)
-        return self.share if math.isclose(total, 1.0) else 1.0
 
     def whole_values(self) -> list[float | None]:
         """Return the losses of the whole batch, None for an unknown one; empty where they are those already."""

@@ -31,7 +31,7 @@ from nbaccel.train.raw_loop.agreement import (
 )
 from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 from nbaccel.train.raw_loop.batch_values import BatchWatch
-from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter
+from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter, TurnWeights
 from nbaccel.train.raw_loop.exchange import GradientExchange, Round
 from nbaccel.train.raw_loop.gradient_weights import VALUES, Header, Say, Told, as_floats, exchange, factors
 from nbaccel.train.raw_loop.graph import (
@@ -85,6 +85,9 @@ class AveragingNotices(Protocol):
     def note_buffers(self, name: str) -> None:
         """Note a buffer that a forward changes differently between ranks."""
 
+    def note_other_leaves(self) -> None:
+        """Note that a part of a batch has trained other parameters than the one before it."""
+
     def note_lengths(self) -> None:
         """Note that samples are padded to other lengths than in other ranks."""
 
@@ -121,6 +124,7 @@ class Averaging:
         self._watch = watch
         self._training = training
         self._notices = notices
+        self._turns = TurnWeights(deferred.refuse, notices.note_other_leaves)
         self._collectives: Collectives | None = None
         self._exchange: GradientExchange | None = None
         self._is_inside = False
@@ -150,6 +154,7 @@ class Averaging:
 
     def _begin(self) -> None:
         self.meetings = 0
+        self._turns.begin()
         self._losses = losses = LossHistory()
         self._decisions = Decisions(lambda: losses.state)
         self._noted_buffers: set[int] = set()
@@ -196,11 +201,10 @@ class Averaging:
             new = list({id(leaf): leaf for leaf in (*new, *self.models.trained_by_optimizers())}.values())
         if self._passes.handed.is_part and is_compiled(of_python):
             self._notices.note_compiled()
-        share = self._deferred.before_backward(self._passes.handed, not accumulates)
+        self._deferred.before_backward(self._passes.handed, not accumulates)
         meetings = self.meetings
         try:
             run = self._meet(roots, leaves, new, extras, is_graph_made)
-            run.share = share
             if not accumulates:
                 return self._grad(run, real, outputs, args, kwargs)
             self._accumulate(run, roots, real, outputs, args, kwargs)
@@ -306,7 +310,10 @@ class Averaging:
         for number in buffers:
             share = decision.header.share_of_samples(self._world.rank, decision.givers)
             round_.bring(number, tensors[number].detach().clone(), share)  # a checkpoint may write into it meanwhile
-        return Agreement(decision, round_, tensors, told.values(), terms, self._world.rank, obstacle, named)
+        run = Agreement(decision, round_, tensors, told.values(), terms, self._world.rank, obstacle, named)
+        if handed.turn.share != 1.0:
+            run.turn_weights = self._turns.weigh(decision, terms, handed.turn, self._deferred.backward)
+        return run
 
     def _decide(self, header: Header, mine: Collection[int], terms: Sequence[Term], obstacle: str) -> Decision:
         """Decide by the numbers of all ranks.
@@ -422,10 +429,12 @@ class Averaging:
             self._passes.share_noise(self._collective().gather_objects)
 
     def _cannot_measure(self, why: str) -> NotPrepared:
+        remedy = "%%accelerate --batches each gives each rank batches of its own; -n 1 trains as before."
+        if self._deferred.is_used:
+            remedy = "Memory ran out with whole batches: choose a smaller batch_size."
         error = NotPrepared(
             f"{self._world.place}, step {self._steps.count}: this loss is no sum over "
-            f"samples ({why}), and its batch was split over the ranks. %%accelerate --batches each gives each rank "
-            "batches of its own; -n 1 trains as before."
+            f"samples ({why}), and its batch was split over the ranks. {remedy}"
         )
         error.is_of_parts = True
         return error
@@ -501,6 +510,9 @@ class Averaging:
                 sums, before = self._deferred.take()
                 for number, value in sums.items():
                     values[number] = values[number].add_(value) if number in values else value
+                if (scale := self._turns.scale) != 1.0 and run.turn_weights is not None:
+                    for value in values.values():
+                        value.mul_(scale)
                 for number, value in before.items():
                     aside.setdefault(number, value)
             for number, value in values.items():

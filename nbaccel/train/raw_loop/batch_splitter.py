@@ -67,6 +67,12 @@ _EXACT = 2**52 - 1
 _LOOKED_AT = "a batch was taken and not trained on; as whole ones do not fit, it was a part, another one in each rank"
 
 
+_LEFT_EARLY = (
+    "left before its end, and each batch had come in several parts: a loop that counts its rounds, to leave it or to "
+    "end, has counted parts, and has trained on fewer batches"
+)
+
+
 class BatchSplitter:
     """Gives this rank its part of each batch that is trained on, and whole batches where nothing is trained.
 
@@ -149,6 +155,7 @@ class BatchSplitter:
         self._noise_before: int | None = None
         self._passed_over = self._untrained = ""  # loaders of which no part trained; in this pass, which was split
         self._looked_at = ""  # a loader of which a part was taken, and no more
+        self._left_early = ""  # a loader whose batches came in several parts, which was left before its end
         self._now: SharedPass | None = None  # the pass that the last batch came from
         self._reported: SharedPass | None = None  # the same, as soon as what can be cut of it was reported
         self._news = object()  # replaced as soon as what was reported may be out of date
@@ -456,6 +463,7 @@ class BatchSplitter:
         if self._is_used or not torch.is_grad_enabled():
             self._watch.end()
         self.refuse_passed_over()
+        self.say_left_early()
         if this is not self._reported:
             self._report(this)
         if this.rest:
@@ -685,10 +693,29 @@ class BatchSplitter:
         if skipped:
             raise passed_over(self._rank, self._world_size, skipped) from None
 
+    def _is_early(self, this: SharedPass) -> bool:
+        """Return whether a pass whose batches come in several parts has trained, and has not ended."""
+        return self._turns > 1 and this.has_trained and this.parts > 0 and not this.is_over
+
+    def say_left_early(self, is_end: bool = False) -> None:
+        """Report a loader that was left before its end.
+
+        Args:
+            is_end: The program is over: the pass that goes on is left, too.
+        """
+        this = self._now
+        if is_end and this is not None and this.iterator_of() is not None and self._is_early(this):
+            self._left_early = this.name
+        if name := self._left_early:
+            self._left_early = ""
+            self._on_split(Split(name, None, None, True, _LEFT_EARLY))
+
     def _left(self, this: SharedPass) -> None:
         """Handle the end of a pass whose iterator was deleted."""
         if self._is_on and not this.is_over:
             self._note_passed_over(this)
+        if self._is_on and self._is_early(this):
+            self._left_early = this.name
         if self._is_on and this is self._in_turn:
             self._in_turn = None
             self._on_turn(None)

@@ -3,14 +3,16 @@
 After a run that ran out of memory a batch comes in several parts, and the loop's body runs once for each. Until the
 last one trained tensors have no gradient, so that clipping, unscaling and the optimizer's step have no effect; the sum
 of all parts appears with the last. Schedulers and scalers move once for each batch. A loop that would train otherwise
-than with whole batches is refused. `StepCounter` decides where one training step ends and the next begins.
+than with whole batches is refused, and `TurnWeights` weighs the parts. `StepCounter` decides where one training step
+ends and the next begins.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,18 +24,25 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nbaccel.base.events import StepEntered, StepsEnded, emit
 from nbaccel.errors import CannotCut
+from nbaccel.train.raw_loop.agreement import Decision
 from nbaccel.train.raw_loop.batch_parts import GivenBatches, Turn
+from nbaccel.train.raw_loop.gradient_weights import differ
+from nbaccel.train.raw_loop.terms import Term
 from nbaccel.train.raw_loop.trained_tensors import optimizers_of
 from nbaccel.train.step.readings import LearningRates
 
 __all__ = [
     "DeferredCalls",
     "StepCounter",
+    "TurnWeights",
     "let_clipping_find_nothing",
 ]
 
 _REMEDY = "Choose a smaller batch_size, or prepare the loop; --oom stop leaves batches whole."
 _WHOLE = Turn()
+
+_FEW_NUMBERS = 2
+"""Numbers of a term, or single ones and unknown ones, whose equality between parts shows nothing."""
 
 
 class DeferredCalls:
@@ -43,6 +52,9 @@ class DeferredCalls:
 
     Args:
         choices: Returns a number that differs for other learning rates, or other settings of optimizers.
+
+    Attributes:
+        backward: The number of the last backward of the current part, 0-based; -1 before the first.
     """
 
     def __init__(self, choices: Callable[[], int]) -> None:
@@ -54,6 +66,7 @@ class DeferredCalls:
         """Begin a task: batches come whole."""
         self._turn = _WHOLE
         self._has_computed = self._has_stepped = self._has_dropped = False  # gradients, in this part
+        self.backward = -1
         self._begun_with = 0  # the optimizers' settings at the step of the batch's first part
         self._versions: Callable[[], int] = int  # of the tensors that are trained
         self._left_with = 0  # their versions after the last backward
@@ -80,19 +93,20 @@ class DeferredCalls:
             self._judge(turn)
         if turn.is_first:
             if self._waiting and self._has_computed:
-                self._refuse("a scheduler is told to move in some rounds only")
+                self.refuse("a scheduler is told to move in some rounds only")
             self._forget()
         self._turn = turn
+        self.backward = -1
         self._has_computed = self._has_stepped = self._has_dropped = False
 
     def _judge(self, turn: Turn) -> None:
         """Check the loop's next round, while the current part is computed and others of its batch are to follow."""
         if turn.is_first:
-            self._refuse("the loop goes on with a batch of another loader before the last part")
+            self.refuse("the loop goes on with a batch of another loader before the last part")
         if not self._has_stepped:
-            self._refuse("the loop decides by itself in which of its rounds to step, and would count parts for batches")
+            self.refuse("the loop decides by itself in which of its rounds to step, and would count parts for batches")
         if self._versions() != self._left_with:
-            self._refuse("the loop, or its optimizer, changes weights in every round")
+            self.refuse("the loop, or its optimizer, changes weights in every round")
 
     def _forget(self) -> None:
         """Forget the current batch, which is over, or was left in the middle."""
@@ -101,26 +115,26 @@ class DeferredCalls:
         self._before.clear()
         self._waiting.clear()
 
-    def before_backward(self, handed: GivenBatches, is_grad: bool) -> float:
-        """Check a backward that is about to be averaged; return its share of the batch's samples.
+    def before_backward(self, handed: GivenBatches, is_grad: bool) -> None:
+        """Check a backward that is about to be averaged.
 
         Args:
             is_grad: Gradients are requested directly, and do not reach the leaves.
         """
         if not handed.turn.is_mixed and handed.turn.share == 1.0:
-            return 1.0
+            return
         if handed.turn.is_mixed:
-            self._refuse("the loop takes batches of several loaders for one backward, and these are not cut alike")
+            self.refuse("the loop takes batches of several loaders for one backward, and these are not cut alike")
         if self._has_stepped:
-            self._refuse("the loop takes several steps for each batch, and none comes before the last part")
+            self.refuse("the loop takes several steps for each batch, and none comes before the last part")
         if self._has_dropped:
-            self._refuse("the loop drops the gradients of one backward before the next")
+            self.refuse("the loop drops the gradients of one backward before the next")
         if handed.batches > 1:
-            self._refuse("the loop takes several batches for one backward")
+            self.refuse("the loop takes several batches for one backward")
         if is_grad:
-            self._refuse("the loop asks for gradients by torch.autograd.grad")
+            self.refuse("the loop asks for gradients by torch.autograd.grad")
         self._has_computed = True
-        return handed.turn.share
+        self.backward += 1
 
     def keep(
         self, gradients: Iterable[tuple[int, Tensor]], before: dict[int, Tensor], versions: Callable[[], int]
@@ -151,11 +165,11 @@ class DeferredCalls:
         if self._turn.share == 1.0:
             return False
         if closure is not None:
-            self._refuse("the optimizer computes its losses itself (a closure), and would for the last part only")
+            self.refuse("the optimizer computes its losses itself (a closure), and would for the last part only")
         if self._turn.is_first:
             self._begun_with = self._choices()
         elif self._choices() != self._begun_with:
-            self._refuse("the loop, or its optimizer, changes the learning rate or a count of steps in every round")
+            self.refuse("the loop, or its optimizer, changes the learning rate or a count of steps in every round")
         self._has_stepped = True
         return self.is_on
 
@@ -174,8 +188,119 @@ class DeferredCalls:
     def explain(self) -> str:
         return "Memory ran out with whole batches, so each comes in parts, and gradients appear with the last one only."
 
-    def _refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str) -> NoReturn:
+        """Refuse what the loop does.
+
+        Args:
+            what: A clause about it.
+
+        Raises:
+            CannotCut: Always.
+        """
         raise CannotCut(f"memory ran out with whole batches, so each comes in parts now, but {what}. {_REMEDY}")
+
+
+class TurnWeights:
+    """The weights of the parts of a batch, its turns. All ranks compute the same, from the header of each backward.
+
+    A loss that is a mean over samples counts in each turn by its share of the batch's samples, which is known
+    beforehand. Where its divisor is another number, as that of a mean over a mask, over labels that are not ignored, or
+    with weights, the divisor of later turns is not known yet: gradients are weighted relative to the first divisor, and
+    their sum is scaled with the last turn.
+
+    Args:
+        refuse: Raises an error about batches that come in parts, with a reason.
+        on_other_leaves: Called where a turn has trained other parameters than the one before it.
+    """
+
+    def __init__(self, refuse: Callable[[str], object], on_other_leaves: Callable[[], None]) -> None:
+        self._refuse = refuse
+        self._on_other_leaves = on_other_leaves
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a task."""
+        self._first_rates: dict[Hashable, float] = {}  # by term: its divisor for each sample, where it was not zero
+        self._varying: set[Hashable] = set()  # terms whose divisor was seen to follow the samples
+        self._are_sums: dict[Hashable, bool] = {}  # terms, as they were taken first
+        self._begin_batch()
+
+    def _begin_batch(self) -> None:
+        self._losses: list[tuple[tuple[float, ...], tuple[float, ...]]] = []  # of the first turn, in order
+        self._rate, self._first_rate, self._is_scaled = 1.0, 1.0, False
+        self._sum = 0.0
+
+    @property
+    def scale(self) -> float:
+        """The factor of the sum of a batch's gradients, once its last turn was weighed."""
+        return 1.0 / self._sum if self._is_scaled and self._sum else 1.0
+
+    def weigh(self, decision: Decision, terms: Sequence[Term], turn: Turn, backward: int) -> list[float]:
+        """Return the factor of each term of the loss of a turn, the same in all ranks.
+
+        Args:
+            terms: Of this rank's loss: of the same kinds in all ranks.
+            backward: The number of the backward in its turn, 0-based.
+
+        Raises:
+            CannotCut: The sum over turns would not be the gradient of the batch.
+        """
+        if turn.is_first and not backward:
+            self._begin_batch()
+        self._compare(decision, turn, backward)
+        rates = [self._rate_of(decision, at, term) for at, term in enumerate(terms)]
+        known = [rate for rate in rates if rate is not None]
+        rate = known[0] if known else self._rate if backward else 1.0
+        if differ(known or [rate]) or (backward and differ([self._rate, rate])):
+            self._refuse("its losses are means over different things, as over samples and over what a mask leaves")
+        if not backward:
+            self._first_rate = rate if turn.is_first else self._first_rate
+            self._rate = rate
+            self._is_scaled |= rate != 1.0
+            self._sum += rate * turn.share
+        has_sums = any(decision.is_sum(at) for at in range(len(terms)))
+        if has_sums and differ([self._first_rate, rate]):
+            self._refuse(
+                "its loss has a sum beside a mean over what is not known beforehand, as over what a mask leaves"
+            )
+        return [rate if decision.is_sum(at) else rate * turn.share for at in range(len(terms))]
+
+    def _compare(self, decision: Decision, turn: Turn, backward: int) -> None:
+        """Compare a loss with that of the first turn: a loop that chooses by its rounds would choose by turns."""
+        says = [decision.header.says[rank] for rank in decision.givers]
+        loss = tuple(say.shape for say in says), tuple(say.leaves for say in says)
+        if turn.is_first:
+            self._losses.append(loss)
+            return
+        if backward >= len(self._losses) or loss[0] != self._losses[backward][0]:
+            self._refuse(
+                "the loop computes another loss of a part than of the one before, and would count parts for batches"
+            )
+        if loss[1] != self._losses[backward][1]:
+            self._on_other_leaves()
+
+    def _rate_of(self, decision: Decision, at: int, term: Term) -> float | None:
+        """Return the divisor for each sample, relative to the first one; None for a sum, or a term without a batch."""
+        says = [decision.header.says[rank] for rank in decision.givers]
+        key = says[0].shape, at
+        if decision.of_parameters[at]:
+            if decision.is_sum(at):
+                self._refuse("a term without samples is divided by their number")
+            return None
+        if not isinstance(term.count, Tensor):  # otherwise weights of samples, which may be alike by chance
+            numbers = decision.numbers_of(at)
+            if differ(numbers):
+                self._varying.add(key)
+            elif numbers[0] > _FEW_NUMBERS and differ([say.rows for say in says]) and key not in self._varying:
+                self._refuse("a term of its loss is over as many numbers in a larger part as in a smaller one")
+        is_sum = decision.is_sum(at)
+        if self._are_sums.setdefault(key, is_sum) != is_sum:
+            self._refuse("a divisor of its loss was taken for a number of the program's, and depends on the samples")
+        if is_sum:
+            return None
+        rate = math.fsum(decision.divisors(at)) / math.fsum(say.rows for say in says)
+        first = self._first_rates.setdefault(key, rate) if rate else 1.0
+        return rate / first
 
 
 def _watch(deferred: DeferredCalls) -> None:

@@ -151,6 +151,7 @@ class RawLoopTraining:
             return
         try:
             self._passes.refuse_passed_over()
+            self._passes.say_left_early(is_end=True)
             taken = self._averaging.answer_until_all_are_done()
             if taken:
                 self._finish(taken)
@@ -427,6 +428,13 @@ class Notices:
         self.say(
             "what the loop draws from NumPy or random is the same in all ranks: right for decisions; noise for its "
             "samples is that of each other rank's samples, too. torch's numbers differ between ranks"
+        )
+
+    def note_other_leaves(self) -> None:
+        """Print that the parts of a batch have trained different parameters."""
+        self.say(
+            "the parts of a batch have trained different parameters: right where their samples choose them, and wrong "
+            "where the loop does by counting its rounds, of which each batch has several now"
         )
 
     def note_lengths(self) -> None:

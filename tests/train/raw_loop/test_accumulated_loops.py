@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from nbaccel.base.settings import RunSettings
-from nbaccel.errors import FlagConflict, NotPrepared
+from nbaccel.base.world import World
+from nbaccel.errors import FlagConflict, NotPrepared, RanksFailed
 from nbaccel.launching import api
 from nbaccel.launching.launcher import Launcher
+from train.raw_loop import in_turn
 from train.raw_loop.by_hand import accumulated_by_hand
 from train.raw_loop.in_turn import SOME, End, in_groups, in_ranks, watched
 from train.raw_loop.loops import LOOPS, Loop, Values
+from train.raw_loop.test_deferred_calls import DEPENDS_ON_PARTS
 from train.raw_loop.test_loops import REFUSAL, SETUP, differences, in_one_process
 
 STEPS = 3
@@ -47,11 +50,8 @@ does not follow: ranks end as one rank does."""
 LAUNCHED = ("momentum", "accumulation", "update_by_hand")
 """One of each end: by launches as users have them, with the flag as a setting of theirs."""
 
-OTHERWISE_IN_PARTS = {
-    "average_of_weights", "branch_by_the_step", "criterion_after_criterion", "early_break", "iterator_kept_over_epochs",
-    "next_by_hand", "padding_with_a_mask", "stop_at_a_training_loss", "sum_over_fixed_points", "teacher_forcing",
-}  # fmt: skip
-"""They count parts as batches, or their loss of parts is no share of that of the batch, also without the flag."""
+DECIDES_BY_A_LOSS = {"stop_at_a_training_loss"}
+"""By the last loss that it reads, which is that of a part."""
 
 OF_PARTS = ("CannotCut", "Memory ran out", REFUSAL)
 
@@ -110,10 +110,12 @@ def wrong_in_ranks(loop: Loop, ends: Sequence[End], split: int | None) -> list[s
     refusals += [REFUSED[loop.name]] if loop.name in REFUSED else []
     errors = [end for end in ends if isinstance(end, str)]
     if errors:
-        return [f"{loop.name}: {error}" for error in errors if not any(each in error for each in refusals)]
+        wrong = [error for error in errors if not any(each in error for each in refusals)]
+        wrong += ["refused in some ranks only"] if len(errors) < len(ends) else []
+        return [f"{loop.name}: {each}" for each in wrong]
     found = [end for end in ends if not isinstance(end, str)]
     if split:  # what is printed of them is printed of each part
-        is_compared = loop.is_exact and loop.name not in OTHERWISE_IN_PARTS
+        is_compared = loop.is_exact and loop.name not in {*DEPENDS_ON_PARTS, *DECIDES_BY_A_LOSS}
         weights = expected(loop)[0] if is_compared else found[0][0]
         return [f"{loop.name}: {each}" for each in differences([its for its, _ in found], weights, "tensor")]
     wrong = wrong_of(loop, found)
@@ -136,6 +138,7 @@ def _groups() -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:var")  # of single samples, as a part of a batch may be
 @pytest.mark.product
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("start", "world_size", "split", "names"), [*_groups()])
@@ -145,6 +148,20 @@ def test_loops_in_ranks_end_as_by_hand_or_in_a_sentence(
     ends = in_ranks(start, world_size, names, partial(by_flag, split=split))
     loops = [loop for loop in LOOPS if loop.name in ends]
     assert not [each for loop in loops for each in wrong_in_ranks(loop, [end for [end] in ends[loop.name]], split)]
+
+
+def fails_in_rank_0(loop: Loop) -> Values:
+    """As a warning that is an error, of the one rank whose part is a single sample."""
+    with watched(RunSettings()):
+        if World.from_env().is_main_process:
+            raise UserWarning("degrees of freedom is <= 0")
+        return loop.run()
+
+
+def test_ranks_that_wait_for_one_that_has_failed_alone_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_turn, "MOST_APART_S", 0.5)
+    with pytest.raises(RanksFailed, match="rank 0 of 2 alone has ended momentum"):
+        in_ranks("fork", 2, ["momentum"], fails_in_rank_0)
 
 
 @pytest.fixture(scope="module")
