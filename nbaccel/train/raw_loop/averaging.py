@@ -303,6 +303,9 @@ class Averaging:
             if not obstacle and decision.header.any("obstacle"):
                 obstacle = "another rank says so"
             self._decisions.keep(None if obstacle else causes, decision)
+        turn_weights = None
+        if handed.turn.share != 1.0:
+            turn_weights = self._turns.weigh(decision, terms, handed.turn, self._deferred.backward)
         numbers = decision.numbers
         tensors = {number: mine[number] if number in mine else self._tensor(number) for number in numbers}
         buffers = [number for number in numbers if self.models.items[number].is_buffer]  # those of any rank's forward
@@ -311,8 +314,7 @@ class Averaging:
             share = decision.header.share_of_samples(self._world.rank, decision.givers)
             round_.bring(number, tensors[number].detach().clone(), share)  # a checkpoint may write into it meanwhile
         run = Agreement(decision, round_, tensors, told.values(), terms, self._world.rank, obstacle, named)
-        if handed.turn.share != 1.0:
-            run.turn_weights = self._turns.weigh(decision, terms, handed.turn, self._deferred.backward)
+        run.turn_weights = turn_weights
         return run
 
     def _decide(self, header: Header, mine: Collection[int], terms: Sequence[Term], obstacle: str) -> Decision:
