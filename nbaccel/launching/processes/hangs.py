@@ -6,10 +6,11 @@ that has entered fewer collectives or steps than the others; if all are equal, o
 guess, and all stacks are shown beside it. A long computation without a step looks the same, so no run is ended unless
 the user asked for it.
 
-Two cases are no guesses, and torch would wait for half an hour. A rank has finished, and all that are left wait in
-collectives without using a processor: the finished rank will not come. Or all ranks wait so, and not all in the same
-call of the program: one of them in a backward that others have left by an exception, or for the rows of a sharded
-model, in an evaluation or a save under `if is_main_process`.
+Two cases are no guesses, and torch would wait for half an hour. A rank works no more, however it came to its end (it
+has finished, or an interrupt has ended it alone), and all that are left wait in collectives without using a processor:
+that rank will not come. Or all ranks wait so, and not all in the same call of the program: one of them in a backward
+that others have left by an exception, or for the rows of a sharded model, in an evaluation or a save under
+`if is_main_process`.
 """
 
 from __future__ import annotations
@@ -221,8 +222,9 @@ class Hang:
         lines: The place of each rank.
         is_certain: Nobody can go on; else a guess.
         is_alone: That rank waits in a sharded model, and others elsewhere.
-        is_elsewhere: It waits in one call, and others in another one. Otherwise, if certain, it has finished.
+        is_elsewhere: It waits in one call, and others in another one. Otherwise, if certain, it has come to its end.
         is_first: No rank has done a step yet, and none computes.
+        is_interrupted: An interrupt has ended it, and no other rank.
     """
 
     rank: int
@@ -232,6 +234,7 @@ class Hang:
     is_alone: bool = False
     is_elsewhere: bool = False
     is_first: bool = False
+    is_interrupted: bool = False
 
     def __str__(self) -> str:
         places = "\n".join(f"  {line}" for line in self.lines)
@@ -249,6 +252,14 @@ class Hang:
                 f"go on:\n{places}\n  Every rank must make the same calls: look for an exception that only some ranks "
                 "catch (a time limit by an alarm: %%accelerate -t SECONDS ends all ranks before the same step), a "
                 "`break`, or a call under `if accelerator.is_main_process`."
+            )
+        if self.is_certain and self.is_interrupted:
+            return (
+                f"rank {self.rank} was ended by a KeyboardInterrupt, and the others have waited for it in a collective "
+                f"for {self.seconds:.0f} s:\n{places}\n  An interrupt of one process, or a KeyboardInterrupt that the "
+                "program raises in it, ends that rank alone. Interrupt the cell: that ends all ranks before the same "
+                "step. A program ends all of them by another exception, or by accelerator.set_trigger() and "
+                "check_trigger()."
             )
         if self.is_certain:
             return (
@@ -301,7 +312,7 @@ class HangWatch:
         """Check the ranks; return the hang that is to end the run, if there is one."""
         beats = [self._page.beat(member.rank) for member in self._members]
         working = [member for member in self._members if member.is_working]
-        gone = [member.rank for member in self._members if member.report is not None and member.report.status == "ok"]
+        gone = [member.rank for member in self._members if not member.is_working]
         calls = [self._page.calls(member.rank) for member in self._members]  # apart: fewer of them are no one's fault
         # One that came to its end had been working.
         if beats != self._beats or calls != self._calls or gone != self._gone or not working:
@@ -357,13 +368,13 @@ class HangWatch:
         """Return the hang if no rank can go on.
 
         Args:
-            gone: Ranks that have finished.
+            gone: Ranks that work no more.
         """
         if not stacks or not all(stack.is_in_collective for stack in stacks.values()):
             return None
         lines = self._lines(stacks)
         if gone:
-            return Hang(gone[0], quiet, lines, is_certain=True)
+            return Hang(gone[0], quiet, lines, is_certain=True, is_interrupted=self._is_interrupted(gone[0]))
         if len({stack.call for stack in stacks.values()}) > 1:
             if in_shards := [rank for rank, stack in stacks.items() if stack.is_in_shards]:
                 return Hang(in_shards[0], quiet, lines, is_certain=True, is_alone=True)
@@ -388,7 +399,7 @@ class HangWatch:
         """Return the hang.
 
         Args:
-            gone: Ranks that have finished; they are to blame before all others.
+            gone: Ranks that work no more; they are to blame before all others.
         """
         guilty = min(gone or stacks, key=lambda rank: (self._beats[rank], rank in stacks and stacks[rank].waits, rank))
         return Hang(guilty, seconds, self._lines(stacks))
@@ -397,9 +408,13 @@ class HangWatch:
         return [
             f"rank {member.rank}: {stacks[member.rank].words()}"
             if member.rank in stacks
-            else f"rank {member.rank}: has finished"
+            else f"rank {member.rank}: {'was interrupted' if self._is_interrupted(member.rank) else 'has finished'}"
             for member in self._members
         ]
+
+    def _is_interrupted(self, rank: int) -> bool:
+        report = self._members[rank].report
+        return report is not None and report.status == "stopped"
 
 
 def _has_computed(member: WorkerHandle, used: Mapping[int, float]) -> bool:

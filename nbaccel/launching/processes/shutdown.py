@@ -58,6 +58,7 @@ _EXIT_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7  # from the failure of a rank until the others are killed, if rank 0 owes results; else a quarter
 _ROWS_S = 5.0  # of values that are sharded, the results are the rows of all ranks
 _HUNG_S = 2.0  # from the interrupt of ranks that hang until they are killed
+_LET_GO_S = 3.0  # from the end of a rank's process until one that waited for it in a connection has reported
 _CUT_S = 0.5  # ranks that react to an interrupt return sooner, and no wait has to be ended
 _CUT_TAKES_S = 10.0  # an abort of NCCL, and before it the time for the device; mostly 4 s
 _FREEING_TAKES_S = 20.0  # the same if no rank has failed: 8 s for the device
@@ -240,7 +241,8 @@ class StopAtStep(ShutdownPolicy):
 
     Ranks without such steps may be interrupted one exchange apart. The page tells a rank that waits in its device for a
     peer that has left to end that wait if it takes long: when all remaining ranks have left their steps, or before the
-    rank is terminated.
+    rank is terminated. A wait in a connection for a rank that works no more ends with that rank's process: so before a
+    rank is terminated, which loses what it has trained, those that have reported are let go.
     """
 
     def __init__(self, members: Sequence[WorkerHandle], now: float, page: ControlPage) -> None:
@@ -250,6 +252,7 @@ class StopAtStep(ShutdownPolicy):
         self._results_at: float | None = None
         self._slack_s, self._slack_from = math.inf, now
         self._cut_at: float | None = None
+        self._let_go_at: float | None = None
         page.stop()
 
     @property
@@ -326,11 +329,24 @@ class StopAtStep(ShutdownPolicy):
         somebody_saves = any(self._page.is_saving(each.rank) for each in self.members)
         if self._cut_at is None and self._page.hears_cuts(member.rank) and not somebody_saves:
             self._cut(now)
+        elif self._let_go_at is None and (gone := self._gone_before(member)):
+            self._let_go_at = now
+            for each in gone:
+                each.stays = False
+                each.release(now)
+        elif self._let_go_at is not None and now < self._let_go_at + _LET_GO_S:
+            pass
         elif member.rank not in self._terminated:
             self._terminated[member.rank] = now
             member.terminate()
         elif now > self._terminated[member.rank] + _TERM_TO_KILL_S:
             member.kill()
+
+    def _gone_before(self, member: WorkerHandle) -> list[WorkerHandle]:
+        """Return the ranks that `member` may wait for in vain. Rank 0 is not ended for another one that stays."""
+        if member.stays and member is not self.members[0]:
+            return []
+        return [each for each in self.members if not each.is_working and each.takes_part and not each.has_ended]
 
 
 class TimeLimits:

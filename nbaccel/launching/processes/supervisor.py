@@ -108,6 +108,7 @@ class Supervisor:
         self._has_quit = False  # a user quit the debugger of a rank
         self._is_running = True  # nothing has begun to end it
         self._hang: Hang | None = None
+        self._stops_all = True  # no rank was gone when all were asked to leave before the same step
         self._is_over = False
         self._queues = NotebookQueues()
         self._has_grace = False  # whether the reaper lets the ranks outlive the kernel
@@ -199,7 +200,7 @@ class Supervisor:
                 if (limit_at := self._limits.ends_at) is not None and now > limit_at:
                     self._is_timed_out = True
                     self._is_own_limit = self._limits.is_programs
-                    ending = StopAtStep(self._members, now, page)
+                    ending = self._stopping(now)
                 elif self._why_fork_fails is not None:
                     ending = Kill(self._members, now)
                 elif self._causes.are_known(now):
@@ -231,6 +232,11 @@ class Supervisor:
         if isinstance(ending, StopAtStep) or interrupts_so_far > 1:
             # A `Kill` is kept: a new one at every interrupt would delay its SIGKILL.
             return ending if isinstance(ending, Kill) else Kill(self._members, now)
+        return self._stopping(now)
+
+    def _stopping(self, now: float) -> ShutdownPolicy:
+        """Return the policy that lets all ranks leave before the same step."""
+        self._stops_all = all(member.is_working or not member.takes_part for member in self._members)
         return StopAtStep(self._members, now, self._page)
 
     @property
@@ -398,6 +404,12 @@ class Supervisor:
             if pipe.rank in gone:
                 self._close_pipe(pipe)
 
+    @property
+    def _steps(self) -> int | None:
+        """Return the training steps that every rank has done; None if some rank did not come to the stop by itself."""
+        came = self._stops_all and all(member.report is not None for member in self._members)
+        return self._page.steps_before_stop if came else None
+
     def _ended(self, seconds: float) -> RankResults:
         self._see_out([member for member in self._members if member.has_ended or not member.stays])
         self._interrupts.read()
@@ -414,7 +426,7 @@ class Supervisor:
             is_interrupted=self._interrupts.count > self._handed_over or self._has_quit,
             is_timed_out=self._is_timed_out,
             seconds=seconds,
-            steps=self._page.steps_before_stop,
+            steps=self._steps,
             open_files=self._open_files,
             hang=self._hang,
             stays=self._spec.stays,

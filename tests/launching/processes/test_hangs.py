@@ -290,13 +290,17 @@ def test_ranks_that_all_wait_before_their_first_step_are_noticed_and_ranks_that_
     assert "none computes" not in capfd.readouterr().err
 
 
-def stops_on_numbers_of_its_own() -> None:
+def stops_on_numbers_of_its_own(how: str = "break") -> None:
     """As with early stopping, where each rank looks at its own loss; no call of ours precedes the backward."""
     torch.distributed.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     for step in range(9):
         model(torch.ones(1, 2)).sum().backward()
         if step == 3 and torch.distributed.get_rank() == 1:
+            if how == "raises":
+                raise KeyboardInterrupt
+            if how == "gets SIGINT":
+                os.kill(os.getpid(), signal.SIGINT)
             break
 
 
@@ -314,6 +318,22 @@ def test_ranks_that_wait_for_one_that_has_left_the_loop_are_ended_with_a_sentenc
     assert "rank 1: has finished" in said
     assert 'accelerator.reduce(loss, "mean")' in said
     assert "hang timeout" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "gets SIGINT"])
+def test_ranks_that_wait_for_one_that_an_interrupt_has_ended_are_ended_with_a_sentence(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hangs, "_CERTAIN_S", 2.0)
+    with pytest.raises(RanksFailed) as caught:
+        launch(stops_on_numbers_of_its_own, 2, (how,), cpu=True, timeout_s=60)
+    said = str(caught.value)
+    assert caught.value.rank == 1
+    assert said.startswith("rank 1 was ended by a KeyboardInterrupt, and the others have waited for it in a collective")
+    assert "in stops_on_numbers_of_its_own: " in said
+    assert "rank 1: was interrupted" in said
+    assert "ends that rank alone" in said
 
 
 ALONE: dict[str, Callable[[Accelerator, Any], Any]] = {

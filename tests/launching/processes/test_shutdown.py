@@ -1,4 +1,4 @@
-"""Which ranks are interrupted after a failure depends on what they could do, not on what else the machine does."""
+"""Ranks are ended by what they could do, not by what else the machine does; what one has trained is kept if it can."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from nbaccel.launching.ipc.control import ControlPage
+from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.processes.handle import WorkerHandle, WorkerProcess
-from nbaccel.launching.processes.shutdown import Abort
+from nbaccel.launching.processes.shutdown import Abort, StopAtStep
 
 
 @dataclass
@@ -55,3 +57,34 @@ def test_the_wait_of_a_process_is_what_the_system_counts() -> None:
     time.sleep(0.001)
     assert 0 <= before <= this.queued_s() < time.clock_gettime(time.CLOCK_BOOTTIME)
     assert WorkerProcess(2**22 + 1, -1, lambda: 0).queued_s() == 0
+
+
+class Recorder:
+    """A channel that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+
+def test_before_a_rank_is_terminated_those_that_it_may_wait_for_are_let_go(page: ControlPage) -> None:
+    """Their connections close, so that it reports what it has trained; this holds however they came to their end."""
+    channels, processes = [Recorder(), Recorder()], [WaitingProcess(), WaitingProcess()]
+    members = [
+        WorkerHandle(rank, process, channel)  # type: ignore[arg-type]
+        for rank, (process, channel) in enumerate(zip(processes, channels, strict=True))
+    ]
+    members[1].report = RankReport("stopped", -1)
+    page.enter(0, 5 << 24, 4 << 24, 9.0, 0.1)
+    stop = StopAtStep(members, 10.0, page)
+    stop.advance(14.0)
+    assert channels[1].sent == []  # the step may still end
+    stop.advance(15.1)
+    assert channels[1].sent == [{"op": "exit"}]
+    assert processes[0].signals == []
+    stop.advance(17.0)
+    assert processes[0].signals == []  # it has time to report
+    stop.advance(18.2)
+    assert processes[0].signals == [signal.SIGTERM]
