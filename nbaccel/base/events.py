@@ -27,6 +27,7 @@ __all__ = [
     "CollectiveEntered",
     "Event",
     "ExchangeLeft",
+    "ExchangeTime",
     "Gauge",
     "GroupRenewed",
     "ItemsDone",
@@ -151,6 +152,21 @@ class Memory(Event):
     device_reserved_bytes: int | None = None
     device_peak_bytes: int | None = None
     device_limit_bytes: int | None = None
+
+
+@frozen
+class ExchangeTime(Event):
+    """Time that a rank has spent in exchanges with the others; reported at the end of a task.
+
+    Exchanges of unmodified loops, of `gather` and its neighbours, and of DistributedDataParallel on the CPU are in it.
+
+    Args:
+        seconds: In exchanges, waiting for the others included, since the task began.
+        of_s: Since the task began.
+    """
+
+    seconds: float = 0.0
+    of_s: float = 0.0
 
 
 @frozen

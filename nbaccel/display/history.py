@@ -18,6 +18,7 @@ from typing import Any, overload
 from nbaccel.base.events import (
     Checkpoint,
     Event,
+    ExchangeTime,
     ItemsDone,
     Loss,
     Memory,
@@ -52,6 +53,8 @@ _THIN_POINTS, _ALL_THIN_POINTS, _THIN_ROWS = 256, 4096, (128, 1024)
 _MOST_NAMES = 200
 _MOST_MARKS = 200
 _SPEED_EVERY_S = 0.5
+_LEAST_EXCHANGE_S = 2.0
+"""Seconds of a task below which starting and ending it decide about the share of its exchanges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class History:
         self.mode: TrainingMode | None = None
         self._began_at = began_at
         self._lost: dict[int, int] = {}
+        self._exchanges: dict[int, ExchangeTime] = {}
         self._phase_of: dict[int, int] = {}
         self.attempts = 1
         self._first_phase = 0
@@ -119,6 +123,7 @@ class History:
         self._speed_due_s = 0.0
         self._take: dict[type[Event], Callable[[int, float, Any], None]] = {
             Checkpoint: self._take_checkpoint,
+            ExchangeTime: self._take_exchange_time,
             ItemsDone: self._take_items,
             Loss: self._take_loss,
             Memory: self._take_memory,
@@ -227,6 +232,9 @@ class History:
         then = f"; goes on with {event.next_size}" if event.next_size else ""
         self.add_mark(Mark(at_s, "oom", f"ran out of memory in {event.phase}{size}{then}", rank, event.step))
 
+    def _take_exchange_time(self, rank: int, at_s: float, event: ExchangeTime) -> None:
+        self._exchanges[rank] = event
+
     def _take_checkpoint(self, rank: int, at_s: float, event: Checkpoint) -> None:
         self.add_mark(Mark(at_s, "checkpoint", f"saved {event.path} in {duration(event.seconds)}", None, event.step))
 
@@ -250,6 +258,7 @@ class History:
         """Begin a new attempt. Only the last attempt counts; the curves of the earlier ones stay readable."""
         self.add_mark(Mark(at_s, "restart", event.line))
         self.rows = Rows()
+        self._exchanges.clear()
         if self._first is None:
             self._first = self.phases[self._first_phase].first
         self.attempts += 1
@@ -332,6 +341,17 @@ class History:
         """Return the part of `steps` that earlier attempts did."""
         first = self.phases[self._first_phase].first
         return 0 if first is None or self._first is None else max(0, first - self._first)
+
+    @property
+    def exchange_share(self) -> float | None:
+        """Return the fraction of the last attempt's time that ranks spent in exchanges, waiting included, on average.
+
+        None after a run that was too short to tell.
+        """
+        told = self._exchanges.values()
+        if self.world_size < 2 or len(told) < self.world_size or min(each.of_s for each in told) < _LEAST_EXCHANGE_S:
+            return None
+        return sum(each.seconds / each.of_s for each in told) / len(told)
 
     @property
     def steps_per_s(self) -> float | None:

@@ -1,6 +1,7 @@
 """Runs of one cell with different numbers of ranks, compared by their times. Runs in the kernel; pure.
 
-Nothing is estimated: another number of ranks is named where this kernel has run the same text with it, faster.
+Nothing is estimated: another number of ranks is named where this kernel has run the same text with it, faster. Where
+ranks have mostly waited for each other, `--speed` is advised, which measures.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ __all__ = ["RankCounts"]
 _LEAST_GAIN = 1.1
 _LEAST_GAIN_S = 1.0
 """How much faster the other run was at least, as a factor and in seconds."""
+
+_MUCH_EXCHANGE = 0.5
 
 
 class RankCounts:
@@ -29,6 +32,7 @@ class RankCounts:
 
     def __init__(self) -> None:
         self._fastest: dict[Hashable, dict[int, tuple[float, str]]] = {}
+        self._has_advised = False
 
     def note(self, work: Hashable, ranks: int, seconds: float, cell: str) -> str:
         """Record a training that ended well; return a line if another number of ranks was faster, else an empty text.
@@ -47,3 +51,17 @@ class RankCounts:
             return ""
         verb = "has" if number == 1 else "have"
         return f"{plural(number, 'rank')} {verb} done this cell in {duration(least)} ({where}): -n {number}"
+
+    def note_exchange(self, share: float | None) -> str:
+        """Return a line, once, if exchanges took more than half of the time of a run; else an empty text.
+
+        Args:
+            share: The fraction of the ranks' time that they took, waiting included; None if it is unknown.
+        """
+        if self._has_advised or share is None or share <= _MUCH_EXCHANGE:
+            return ""
+        self._has_advised = True
+        return (
+            f"exchange and waiting took {share * 100:.0f} % of the ranks' time: --speed 1min above this cell measures "
+            "what is faster, one rank too"
+        )

@@ -346,7 +346,7 @@ class Session:
         finally:
             # Last, because it takes a moment that an interrupt may end: everything else is in the notebook.
             run.show_end()
-            if line := self._faster_number_of_ranks(run):
+            if line := self._faster_number_of_ranks(run) or self._much_exchange(run):
                 self.say(line)
 
     def _faster_number_of_ranks(self, run: CellRun) -> str:
@@ -363,6 +363,12 @@ class Session:
         }
         work = run.source.code.strip(), history.steps, tuple(sorted(choices.items()))
         return self._rank_counts.note(work, run.spec.world_size, run.kept.seconds, run.source.name)
+
+    def _much_exchange(self, run: CellRun) -> str:
+        """Return a line if the ranks of a loop that we train have mostly exchanged and waited, once in a notebook."""
+        history = run.kept.history
+        is_ours = history.mode is not None and history.mode.kind in (LoopKind.UNMODIFIED, LoopKind.PREPARED)
+        return self._rank_counts.note_exchange(history.exchange_share) if run.end == "done" and is_ours else ""
 
 
 def _refuse_unknown(flag: str, names: Collection[str] | None, known: Collection[str], who_has_not: str) -> None:

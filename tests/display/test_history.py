@@ -11,6 +11,7 @@ import pytest
 
 from nbaccel.base.events import (
     Checkpoint,
+    ExchangeTime,
     Loss,
     Memory,
     Metric,
@@ -391,3 +392,21 @@ def test_the_curves_of_all_phases_are_one_table_with_a_column_each(tmp_path: Pat
     pandas = pytest.importorskip("pandas")
     table = pandas.read_csv(path).set_index(["phase", "step"])
     pandas.testing.assert_frame_equal(table.astype(float), history.to_pandas(1), check_index_type=False)
+
+
+def test_the_share_of_exchanges_is_a_mean_of_all_ranks_of_the_last_attempt() -> None:
+    history = History(2)
+    history.feed(0, 9.0, ExchangeTime(9.0, 9.0))
+    history.feed(0, 9.0, Restarted("started again"))
+    history.feed(0, 20.0, ExchangeTime(6.0, 10.0))
+    assert history.exchange_share is None, "one rank has not told"
+    history.feed(1, 20.0, ExchangeTime(2.0, 10.0))
+    assert history.exchange_share == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("ranks", "of_s"), [(1, 10.0), (2, 1.9)])
+def test_of_one_rank_and_of_a_short_run_no_share_is_known(ranks: int, of_s: float) -> None:
+    history = History(ranks)
+    for rank in range(ranks):
+        history.feed(rank, of_s, ExchangeTime(of_s, of_s))
+    assert history.exchange_share is None

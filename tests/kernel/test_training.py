@@ -183,3 +183,26 @@ def test_a_loop_that_another_number_of_ranks_did_faster_says_so(new_kernel: Kern
     assert "done this cell" not in kernel.do(accelerate(loop, "fork", n=1)).stdout
     kernel.do("pause = 2")
     assert "1 rank has done this cell in " in kernel.do(accelerate(loop, "fork")).stdout
+
+
+IN_TURN = """
+for step, batch in enumerate(loader):
+    ends_at = time.perf_counter() + 0.6 * (step % 3 == torch.distributed.get_rank())
+    while time.perf_counter() < ends_at:
+        pass
+    loss = model(batch).sum()
+    loss.backward()
+    steps.step()
+    steps.zero_grad()
+"""
+
+
+def test_ranks_that_mostly_wait_for_each_other_are_told_of_speed_once(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do(
+        "import time, torch\n%load_ext nbaccel\nmodel = torch.nn.Linear(3, 1)\n"
+        "steps = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loader = torch.utils.data.DataLoader(torch.ones(144, 3), batch_size=6)"
+    )
+    said = [kernel.do(accelerate(IN_TURN, "fork", n=3)).stdout for _ in range(2)]
+    assert ["--speed 1min above this cell measures what is faster" in each for each in said] == [True, False]

@@ -26,3 +26,13 @@ def test_nothing_is_said_of_other_cells_or_where_both_are_alike() -> None:
     assert counts.note("train()", 2, 1.05, "Cell In[4]") == ""
     counts.note("short()", 1, 0.1, "Cell In[5]")
     assert counts.note("short()", 2, 1.0, "Cell In[6]") == "", "nobody waits for less than a second"
+
+
+def test_where_exchange_took_most_of_the_time_a_measurement_is_advised_once() -> None:
+    counts = RankCounts()
+    assert counts.note_exchange(None) == counts.note_exchange(0.5) == ""
+    line = (
+        "exchange and waiting took 64 % of the ranks' time: --speed 1min above this cell measures what is faster, one "
+    )
+    assert counts.note_exchange(0.64) == f"{line}rank too"
+    assert counts.note_exchange(0.9) == ""

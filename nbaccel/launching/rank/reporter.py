@@ -44,6 +44,7 @@ from nbaccel.base.events import (
     Waiting,
     reports,
 )
+from nbaccel.base.exchange_time import exchange_clock
 from nbaccel.base.hardware import usable_memory
 from nbaccel.launching.ipc.ring import RingWriter
 from nbaccel.launching.ipc.telemetry import LOSS, write_event, write_loss
@@ -106,6 +107,7 @@ class Reporter:
     def start(self) -> None:
         """Begin to read, in a thread. Called in the process whose events these are."""
         _silence_in_children(self)
+        exchange_clock.begin()
         self._thread = threading.Thread(target=self._run, name="nbaccel-telemetry", daemon=True)
         self._thread.start()
 
@@ -146,6 +148,7 @@ class Reporter:
         self._is_at_work.clear()
 
     def wake(self) -> None:
+        exchange_clock.begin()
         self._is_at_work.set()
 
     def close(self) -> None:
@@ -171,6 +174,7 @@ class Reporter:
             with suppress(Exception):  # of a device that does not answer any more
                 self._write(self._memory.read())
             if is_wanted:
+                self._write(exchange_clock.read())
                 self._is_written.set()
 
     def _fall_silent(self) -> None:

@@ -29,6 +29,7 @@ from nbaccel.base.aborting import (
     uses_device,
 )
 from nbaccel.base.events import Waiting, emit
+from nbaccel.base.exchange_time import exchange_clock
 from nbaccel.train.distributed.shared_messages import SharedMessages
 
 __all__ = [
@@ -118,11 +119,14 @@ class Transport:
         if self._messages is None:
             told: list[list[float]] = self.read_all(torch.tensor(numbers, dtype=torch.float64, device="cpu")).tolist()
             return told
+        began_s = time.perf_counter()
         try:
             return self._messages.exchange(numbers, self._where, self._look_up_on_host)
         except BaseException as error:
             leave_exchange(self.call, error)
             raise
+        finally:
+            exchange_clock.seconds += time.perf_counter() - began_s
 
     def forget_messages(self) -> None:
         """Let the ranks ask again at the next `read_numbers`, and with new memory. Every rank calls it there or never.
@@ -165,11 +169,14 @@ class Transport:
 
     def _finish_shared(self, tensor: Tensor) -> None:
         assert self._messages is not None, "it was started there"
+        began_s = time.perf_counter()
         try:
             self._messages.finish_sum(tensor, self._where, self._look_up_on_host)
         except BaseException as error:
             leave_exchange(self.call, error)
             raise
+        finally:
+            exchange_clock.seconds += time.perf_counter() - began_s
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return `tensor` as rank `source` has it; a new tensor. Dtypes and shapes must be equal."""
@@ -195,7 +202,7 @@ class Transport:
 
     def _wait_on_host(self, work: Any) -> None:
         """Wait until gloo is done; poll now and then while it is not."""
-        waited_s = 0.0
+        waited_s, began_s = 0.0, time.perf_counter()
         try:
             while not self._wait_on_host_briefly(work):
                 waited_s += _LOOK_UP.total_seconds()
@@ -203,6 +210,8 @@ class Transport:
         except BaseException as error:
             leave_exchange(self.call, error)
             raise
+        finally:
+            exchange_clock.seconds += time.perf_counter() - began_s
         self._end(work)
 
     def _wait_on_host_briefly(self, work: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from nbaccel.base.exchange_time import exchange_clock
 from nbaccel.base.quantised import base_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradient_buckets import Buckets
@@ -265,6 +267,9 @@ class Replicated(Strategy):
         if self._awaiting:
             self._expect_gradients(loss)
         before = self._marks() if self._looks_closely else None
+        # On the CPU this thread computes, and rests while torch's reducer waits for the other ranks.
+        is_measured = loss.is_cpu and exchange_clock.is_due()
+        began_s, busy_s = (time.perf_counter(), time.thread_time()) if is_measured else (0.0, 0.0)
         try:
             loss.backward(**kwargs)
         except RuntimeError as error:
@@ -272,6 +277,8 @@ class Replicated(Strategy):
             if explained is None:
                 raise
             raise explained from error
+        if is_measured:
+            exchange_clock.end_backward(began_s, busy_s)
         # Without a call between: it is looked at after every backward.
         for reference in self.replicas:
             replica = reference()
