@@ -67,7 +67,7 @@ def test_a_later_kernel_has_the_runs_that_were_kept_and_joins_one_that_goes_on(n
     kernel.do("%load_ext nbaccel\nimport nbaccel")
     kernel.do("%accelerate config keep-runs=runs.jsonl --save")
     saves = "--checkpoint-every 10steps --checkpoint-dir saves"
-    kernel.do(accelerate(TRAINS.format(epochs=1) + "accelerator.end_training()", flags=saves))  # waits for the save
+    kernel.do(accelerate(TRAINS.format(epochs=1), flags=saves))
     kernel.kill()
     kernel.restart()
     kernel.do("%load_ext nbaccel\nimport nbaccel")

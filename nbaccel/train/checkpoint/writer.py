@@ -16,6 +16,7 @@ from dataclasses import field, replace
 from pathlib import Path
 
 from nbaccel.base.events import Checkpoint, emit
+from nbaccel.base.task_end import before_results_leave
 from nbaccel.base.values import frozen
 from nbaccel.errors import CannotSave
 from nbaccel.train.checkpoint import rng_files as generators
@@ -132,10 +133,15 @@ class ShareSave:
 class Writer:
     """Runs one piece of work at a time in the background; a new one waits until the one before has ended.
 
-    A process that ends regularly waits for its last checkpoint, and warns of its error. A pickled copy is idle.
+    A task's results wait for it, so that the record of a run has its last checkpoint, and so does a process that ends
+    regularly; both warn of its error. A pickled copy is idle.
+
+    Attributes:
+        is_awaited: The results of this task wait for it.
     """
 
     def __init__(self) -> None:
+        self.is_awaited = False  # at the end of this task
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._pid = 0  # of the process that waits at its end
@@ -163,6 +169,10 @@ class Writer:
 
         Python joins threads that are no daemons only after that, and ``atexit`` comes later still.
         """
+        if not self.is_awaited:
+            self.is_awaited = True
+            this = weakref.ref(self)
+            before_results_leave(lambda: _finish(this), lambda: _forget_task(this))
         if self._pid != os.getpid():
             self._pid = os.getpid()
             threading._register_atexit(_finish, weakref.ref(self))  # type: ignore[attr-defined]
@@ -188,7 +198,13 @@ def _finish(reference: weakref.ref[Writer]) -> None:
     writer = reference()
     if writer is None:
         return
+    writer.is_awaited = False
     try:
         writer.join()
     except Exception as error:
         warnings.warn(f"the last checkpoint of this process was not written: {error}", stacklevel=1)
+
+
+def _forget_task(reference: weakref.ref[Writer]) -> None:
+    if (writer := reference()) is not None:  # the ranks of a task that failed end without waiting for each other
+        writer.is_awaited = False

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from nbaccel import Accelerator
+from nbaccel.base.task_end import finish_task, forget_task
 from nbaccel.errors import CannotSave
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.manifest import Manifest
@@ -196,3 +198,35 @@ def _fill_the_disk(patch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     patch.setattr(os, "fsync", full)
+
+
+def test_the_results_of_each_task_wait_for_a_save_that_is_under_way() -> None:
+    writer, written = Writer(), list[int]()
+    for task in range(2):
+        may_end = threading.Event()
+        writer.start(lambda: may_end.wait(10) and written.append(task))  # noqa: B023  # it ends in this round
+        threading.Timer(0.1, may_end.set).start()
+        finish_task()
+        assert written == [*range(task + 1)]
+
+
+def test_the_results_of_a_task_come_although_its_last_save_failed() -> None:
+    writer = Writer()
+
+    def fails() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer.start(fails)
+    with pytest.warns(UserWarning, match="was not written.*No space left"):
+        finish_task()
+
+
+def test_a_task_that_failed_does_not_wait_and_the_next_one_does_again() -> None:
+    writer, may_end, written = Writer(), threading.Event(), list[str]()
+    writer.start(lambda: may_end.wait(10) and written.append("first"))
+    forget_task()
+    assert written == []
+    may_end.set()
+    writer.start(lambda: written.append("second"))
+    finish_task()
+    assert written == ["first", "second"]
