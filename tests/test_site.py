@@ -87,11 +87,22 @@ def test_a_page_that_says_what_to_do_begins_with_it(group: str) -> None:
     assert not late, f"no block of code in the first 15 lines of {late}"
 
 
-def test_ten_questions_of_a_newcomer_have_a_page_and_a_heading_that_answer_them() -> None:
+def below(page: str, heading: str) -> str:
+    """Return what stands on `page` below `heading` and above the next one of its level, in one line."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    without_blocks = re.sub(r"^```.*?^```", lambda block: re.sub("(?m)^#", " ", block[0]), text, flags=re.M | re.S)
+    found = re.search(rf"^(#+) {re.escape(heading)}$", without_blocks, re.M)
+    assert found, f"{page} has no heading {heading!r}"
+    end = re.search(rf"^#{{1,{len(found[1])}}} ", without_blocks[found.end() :], re.M)
+    return " ".join(text[found.end() :][: end and end.start()].split())
+
+
+def test_ten_questions_of_a_newcomer_have_a_page_and_a_heading_below_which_the_answer_stands() -> None:
     assert len(QUESTIONS) == len({question["asked"] for question in QUESTIONS}) == 10
     for question in QUESTIONS:
-        titles = re.findall(r"^#+ (.*)$", (REPOSITORY / question["page"]).read_text(encoding="utf-8"), re.M)
-        assert question["heading"] in titles, question
+        answer = below(question["page"], question["heading"])
+        assert question["answer"], question
+        assert [words for words in question["answer"] if words not in answer] == [], question
 
 
 def described() -> list[str]:
