@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import __main__ as command, handover, memory
+from benchmarks import __main__ as command, handover, memory, merging
 from benchmarks.__main__ import environ_of_scripts, main
 from benchmarks.findings import Finding, tell
 from benchmarks.harness import Measured, Row, measure
@@ -365,3 +365,19 @@ def test_the_command_prints_and_writes_what_it_measured_and_fails_with_a_wrong_r
     assert told["rounds"] == 1
     assert told["machine"]["torch"] == torch.__version__
     assert bool(told["rows"][0]["refused"]) is bool(status)
+
+
+def test_a_new_run_takes_the_places_of_its_rows_and_reports_in_the_stored_one(tmp_path: Path) -> None:
+    stored, new = tmp_path / "stored.json", tmp_path / "new.json"
+    rows = [{"row": "step", "cells": [1]}, {"row": "save", "cells": [2]}]
+    reports = [{"report": "output", "findings": [1]}, {"report": "alternatives", "findings": [2]}]
+    stored.write_text(json.dumps({"machine": {"load": 0.2}, "rounds": 3, "rows": rows, "reports": reports}))
+    new_rows, new_reports = [{"row": "step", "cells": [3]}], [{"report": "alternatives", "findings": [4]}]
+    new.write_text(json.dumps({"machine": {"load": 9.0}, "rounds": 1, "rows": new_rows, "reports": new_reports}))
+    merging.main(str(new), str(stored))
+    assert json.loads(stored.read_text()) == {
+        "machine": {"load": 0.2},
+        "rounds": 3,
+        "rows": [{**new_rows[0], "machine": {"load": 9.0}}, rows[1]],
+        "reports": [reports[0], {**new_reports[0], "machine": {"load": 9.0}}],
+    }
