@@ -95,6 +95,34 @@ def test_every_public_name_has_an_example_and_so_has_every_call_of_what_a_cell_g
     assert not lacking, "these have no Example:\n" + "\n".join(lacking)
 
 
+LIBRARY_CALLS_THEM = {
+    **dict.fromkeys(("AcceleratorState", "PartialState"), "`Accelerator` and `end_training` do what these methods do"),
+    **dict.fromkeys(("AcceleratedOptimizer", "AcceleratedScheduler"), "as torch's; the example of `prepare` has them"),
+    **dict.fromkeys(("DataLoaderDispatcher", "DataLoaderShard", "SkipDataLoader"), "made by `prepare`, and iterated"),
+    **dict.fromkeys(("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler"), "called by loaders"),
+    **dict.fromkeys(("FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "TorchDynamoPlugin"), "asked by `prepare`"),
+    **dict.fromkeys(("RunSettings", "World"), "asked by a launch"),
+}
+"""Classes whose methods a program need not call, with the reason."""
+
+
+def test_every_method_that_a_program_calls_has_an_example_or_is_in_that_of_its_class() -> None:
+    lacking = []
+    for path, what in public_surface.read().items():
+        owner, _, name = path.rpartition(".")
+        module, _, kind = owner.rpartition(".")
+        is_method = module in public_surface.MODULES and owner not in public_surface.MODULES and what.startswith("(")
+        if not is_method or "__" in name or kind in LIBRARY_CALLS_THEM:
+            continue
+        bases = [base for base in getattr(import_module(module), kind).__mro__ if _is_ours(base)]
+        examples = [(inspect.getdoc(base) or "").partition("Example:")[2] for base in bases]
+        docs = [inspect.getdoc(vars(base)[name]) or "" for base in bases if name in vars(base)]
+        in_class = any(re.search(rf"\.{name}\(|\bdef {name}\(", example) for example in examples)
+        if not in_class and not any("Example:" in text for text in docs):
+            lacking.append(path)
+    assert not lacking, "these have no Example:\n" + "\n".join(lacking)
+
+
 def test_each_parameter_of_a_public_call_is_documented_under_args() -> None:
     """Of functions, methods and constructors. Enumerations, and classes that `prepare` makes, are not constructed."""
     wrong = [f"{path}: {', '.join(missing)}" for path, value in _callables() if (missing := _undocumented(value))]

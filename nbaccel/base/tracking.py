@@ -105,9 +105,12 @@ class GeneralTracker(ABC):
         ...     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         ...         self.rows.append((step, dict(values)))
         >>> kept = Kept()
+        >>> kept.start()
+        >>> kept.store_init_configuration({"lr": 0.1})  # nothing, where a tracker does not override it
         >>> kept(Metric({"loss": 0.5}, step=3))
         >>> kept.tracker
         [(3, {'loss': 0.5})]
+        >>> kept.finish()
     """
 
     name: str

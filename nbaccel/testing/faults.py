@@ -63,6 +63,10 @@ class Fault:
             rank: The rank of this process.
             step: The current `Faults.step`.
             passing: The number of the passing within the step, 0-based.
+
+        Example:
+            >>> Fault("saving", print, step=2).is_due(rank=0, step=2, passing=0)
+            True
         """
         wanted = (self.rank, self.step, self.passing)
         return all(want in (None, is_) for want, is_ in zip(wanted, (rank, step, passing), strict=True))
@@ -125,6 +129,9 @@ class Faults:
 
         Returns:
             This object.
+
+        Example:
+            >>> faults = Faults().oom_at("forward", rank=1, step=3)
         """
         return self.add(Fault(point, _run_out_of_memory, **when))
 
@@ -137,6 +144,9 @@ class Faults:
 
         Returns:
             This object.
+
+        Example:
+            >>> faults = Faults().kill_at("optimizer", rank=0, step=5)
         """
         return self.add(Fault(point, _die, **when))
 
@@ -150,6 +160,9 @@ class Faults:
 
         Returns:
             This object.
+
+        Example:
+            >>> faults = Faults().leave_at("loading", exit_code=3)
         """
         return self.add(Fault(point, _Leave(exit_code), **when))
 
@@ -162,6 +175,9 @@ class Faults:
 
         Returns:
             This object.
+
+        Example:
+            >>> faults = Faults().hang_at("collective", rank=1)
         """
         return self.add(Fault(point, _hang, **when))
 
@@ -174,6 +190,9 @@ class Faults:
 
         Returns:
             This object.
+
+        Example:
+            >>> faults = Faults().nan_at("output", step=2)
         """
         return self.add(Fault(point, _spoil, **when))
 
@@ -186,6 +205,9 @@ class Faults:
 
         Returns:
             This object.
+
+        Example:
+            >>> faults = Faults().enospc_at("sync")
         """
         return self.add(Fault(point, _find_the_disk_full, **when))
 
@@ -197,6 +219,12 @@ class Faults:
 
         Returns:
             This object.
+
+        Example:
+            >>> faults = Faults().add(Fault("loading", lambda value, where: None))
+            >>> with faults:
+            ...     print(faults.at("loading", "a batch"))
+            None
         """
         self._faults.append(fault)
         return self
@@ -258,6 +286,9 @@ class Faults:
         Args:
             tensor: A tensor that requires gradients.
             point: The name of the place.
+
+        Example:
+            >>> loss = faults.in_backward(model(x)).sum()  # doctest: +SKIP
         """
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.at(point, gradient))
@@ -271,6 +302,10 @@ class Faults:
 
         Args:
             model: Any module.
+
+        Example:
+            >>> with faults, faults.in_model(model):  # doctest: +SKIP
+            ...     train(model)
         """
         from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -298,6 +333,10 @@ class Faults:
 
         Args:
             optimizer: Any optimizer.
+
+        Example:
+            >>> with faults, faults.in_optimizer(optimizer):  # doctest: +SKIP
+            ...     train(model, optimizer)
         """
 
         def before(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
@@ -315,7 +354,12 @@ class Faults:
 
     @contextmanager
     def in_collectives(self) -> Iterator[None]:
-        """Add the points "collective" and "after collective", around each launch of a collective, inside this block."""
+        """Add the points "collective" and "after collective", around each launch of a collective, inside this block.
+
+        Example:
+            >>> with faults, faults.in_collectives():  # doctest: +SKIP
+            ...     train(model)
+        """
         from torch.utils._python_dispatch import TorchDispatchMode
 
         faults = self
@@ -342,6 +386,10 @@ class Faults:
         """Add the points "sync" and "rename", before each `os.fsync` and `os.rename`, inside this block.
 
         Saves in the background pass them too, since every thread of the process does.
+
+        Example:
+            >>> with faults, faults.in_saves():  # doctest: +SKIP
+            ...     accelerator.save_state("saved")
         """
 
         def passing(point: str, function: Callable[..., Any]) -> Callable[..., Any]:

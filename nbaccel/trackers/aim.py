@@ -66,6 +66,10 @@ class Aim(GeneralTracker):
             values: By name an array, a PIL image, or a tuple of one of them and its caption.
             step: The step of the pictures.
             kwargs: Options for `aim.Image` under "aim_image", for `aim.Run.track` under "track".
+
+        Example:
+            >>> tracker = accelerator.get_tracker("aim")  # doctest: +SKIP
+            >>> tracker.log_images({"digits": images}, step=0)  # doctest: +SKIP
         """
         import aim
 

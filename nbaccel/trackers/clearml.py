@@ -78,6 +78,10 @@ class ClearML(GeneralTracker):
             values: By name an array or a PIL image.
             step: The step of the pictures.
             **options: Options of `clearml.Logger.report_image`.
+
+        Example:
+            >>> tracker = accelerator.get_tracker("clearml")  # doctest: +SKIP
+            >>> tracker.log_images({"digits": images}, step=0)  # doctest: +SKIP
         """
         logger = self.task.get_logger()
         for name, image in values.items():
@@ -104,6 +108,10 @@ class ClearML(GeneralTracker):
 
         Raises:
             ValueError: Neither rows nor a DataFrame were given.
+
+        Example:
+            >>> tracker = accelerator.get_tracker("clearml")  # doctest: +SKIP
+            >>> tracker.log_table("predictions", columns=["text", "label"], data=[["good", 1]])  # doctest: +SKIP
         """
         if dataframe is None and data is None:
             raise ValueError("log_table() needs data=, a list of rows, or dataframe=")

@@ -73,6 +73,10 @@ class MLflow(GeneralTracker):
             figure: The figure.
             artifact_file: The name of the file.
             **options: Options of `mlflow.log_figure`.
+
+        Example:
+            >>> tracker = accelerator.get_tracker("mlflow")  # doctest: +SKIP
+            >>> tracker.log_figure(figure, "confusion.png")  # doctest: +SKIP
         """
         self._mlflow.log_figure(figure=figure, artifact_file=artifact_file, **options)
 
@@ -82,6 +86,10 @@ class MLflow(GeneralTracker):
         Args:
             local_path: The file.
             artifact_path: A folder of the run, by default its root.
+
+        Example:
+            >>> tracker = accelerator.get_tracker("mlflow")  # doctest: +SKIP
+            >>> tracker.log_artifact("confusion.png")  # doctest: +SKIP
         """
         self._mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
@@ -91,6 +99,10 @@ class MLflow(GeneralTracker):
         Args:
             local_dir: The folder.
             artifact_path: A folder of the run, by default its root.
+
+        Example:
+            >>> tracker = accelerator.get_tracker("mlflow")  # doctest: +SKIP
+            >>> tracker.log_artifacts("figures")  # doctest: +SKIP
         """
         self._mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 

@@ -74,6 +74,10 @@ class TensorBoard(GeneralTracker):
             values: Arrays by name, of shape ``(N, 3, H, W)``, or as the option ``dataformats="NHWC"`` says.
             step: The step of the pictures.
             **options: Options of ``SummaryWriter.add_images``.
+
+        Example:
+            >>> tracker = accelerator.get_tracker("tensorboard")  # doctest: +SKIP
+            >>> tracker.log_images({"digits": images}, step=0)  # doctest: +SKIP
         """
         for name, images in values.items():
             self.writer.add_images(name, images, step, **options)

@@ -60,6 +60,10 @@ class WeightsAndBiases(GeneralTracker):
             values: Lists of pictures by name, each an array or a PIL image.
             step: The step of the pictures.
             **options: Options of ``wandb.Run.log``.
+
+        Example:
+            >>> tracker = accelerator.get_tracker("wandb")  # doctest: +SKIP
+            >>> tracker.log_images({"digits": images}, step=0)  # doctest: +SKIP
         """
         kind = self._library().Image
         self.log({name: [kind(image) for image in images] for name, images in values.items()}, step, **options)
@@ -86,6 +90,10 @@ class WeightsAndBiases(GeneralTracker):
             dataframe: A DataFrame, instead of rows.
             step: The step of the table.
             **options: Options of ``wandb.Run.log``.
+
+        Example:
+            >>> tracker = accelerator.get_tracker("wandb")  # doctest: +SKIP
+            >>> tracker.log_table("predictions", columns=["text", "label"], data=[["good", 1]])  # doctest: +SKIP
         """
         table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step, **options)

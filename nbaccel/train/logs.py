@@ -48,6 +48,9 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         Args:
             level: The level, as in `logging`.
             msg: The message, with the arguments of a call of `logging` after it.
+
+        Example:
+            >>> get_logger("train").log(20, "epoch %d", 3)
         """
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
@@ -83,6 +86,10 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
         Args:
             msg: The message, with the arguments of a call of `logging` after it.
+
+        Example:
+            >>> logger = get_logger(__name__)
+            >>> logger.warning_once("said once", main_process_only=True)  # doctest: +SKIP
         """
         text = repr((msg, args))
         if text not in self._said:

@@ -421,6 +421,12 @@ class ProjectConfiguration:
 
         Args:
             project_dir: The project's folder.
+
+        Example:
+            >>> configuration = ProjectConfiguration()
+            >>> configuration.set_directories("runs")
+            >>> configuration.project_dir
+            'runs'
         """
         self.project_dir = project_dir
         if self.logging_dir is None:

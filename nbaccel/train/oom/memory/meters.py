@@ -273,6 +273,12 @@ class MemLimit(TorchDispatchMode):
         CPU out of memory. Tried to allocate 800 bytes; MemLimit allows 1000 bytes, of which 600 bytes are free.
         >>> limit.live_bytes, limit.peak_bytes, limit.refusals
         (400, 400, 1)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> with MemLimit(1000) as limit:
+        ...     limit.count(model)  # 4 numbers, 4 bytes each
+        ...     limit.reset_peak()
+        >>> limit.peak_bytes
+        16
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
