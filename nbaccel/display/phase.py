@@ -19,6 +19,9 @@ __all__ = [
 ]
 
 LOSS = "loss"
+_SEEN_APART_S = 0.75
+"""Ranks report four times per second, and reports are read twice."""
+
 _RECENT = 1024
 """Number of losses that are kept to recognise a logged one.
 
@@ -225,15 +228,15 @@ class PhaseRecord:
         """Return the steps by which a rank is ahead of the leader; negative if it is behind.
 
         Ranks report at different moments: steps that the leader does in between are no lag, within half of their number
-        and one step. While the pace is unknown the lag is 0: the first reports bring all steps at once, of one rank
-        after the other.
+        and one step; nor are those of less time than the reports need, which ranks in step with each other show. While
+        the pace is unknown the lag is 0: the first reports bring all steps at once, of one rank after the other.
         """
         pace, course, other = self.steps_per_s, self._course, self.courses.get(rank)
         if pace is None or course is None or other is None or course.training is None or other.training is None:
             return 0
         meanwhile = (other.said_at - course.said_at) * pace
         ahead = other.training.step - course.training.step - meanwhile
-        return round(ahead) if abs(ahead) > 1 + abs(meanwhile) / 2 else 0
+        return round(ahead) if abs(ahead) > 1 + abs(meanwhile) / 2 and abs(ahead) > pace * _SEEN_APART_S else 0
 
     @property
     def left(self) -> Left | None:

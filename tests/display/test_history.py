@@ -300,6 +300,7 @@ def test_a_rank_is_behind_or_ahead_by_steps_and_not_by_the_moment_at_which_it_sa
     assert lag_of_rank_1(98, seconds_later=-0.2) == 0
     assert lag_of_rank_1(103, seconds_later=0.25) == 0
     assert lag_of_rank_1(101, seconds_later=0.0) == 0
+    assert lag_of_rank_1(103, seconds_later=0.0) == 0, "less than the time that reports need"
     assert lag_of_rank_1(90, seconds_later=0.0) == -10
     assert lag_of_rank_1(90, seconds_later=0.2) == -12
     assert lag_of_rank_1(140, seconds_later=0.0) == 40
