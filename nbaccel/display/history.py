@@ -53,8 +53,8 @@ _THIN_POINTS, _ALL_THIN_POINTS, _THIN_ROWS = 256, 4096, (128, 1024)
 _MOST_NAMES = 200
 _MOST_MARKS = 200
 _SPEED_EVERY_S = 0.5
-_LEAST_EXCHANGE_S = 2.0
-"""Seconds of a task below which starting and ending it decide about the share of its exchanges."""
+_LEAST_EXCHANGE_S = 10.0
+"""Seconds of a task below which starting and ending it decide about the share, and nobody gains by another number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -405,7 +405,7 @@ def test_the_share_of_exchanges_is_a_mean_of_all_ranks_of_the_last_attempt() -> 
     assert history.exchange_share == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize(("ranks", "of_s"), [(1, 10.0), (2, 1.9)])
+@pytest.mark.parametrize(("ranks", "of_s"), [(1, 10.0), (2, 9.9)])
 def test_of_one_rank_and_of_a_short_run_no_share_is_known(ranks: int, of_s: float) -> None:
     history = History(ranks)
     for rank in range(ranks):
