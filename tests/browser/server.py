@@ -18,7 +18,7 @@ from typing import Any
 
 import nbformat
 
-from environments import ENVIRONMENTS, REPOSITORY, Environment
+from environments import ENVIRONMENTS, KAGGLE, REPOSITORY, Environment
 
 __all__ = ["JupyterServer"]
 
@@ -163,7 +163,7 @@ class JupyterServer:
 
 
 def _offer_kernels(folder: Path) -> None:
-    for environment in ENVIRONMENTS:
+    for environment in (*ENVIRONMENTS, KAGGLE):
         spec = {
             "argv": environment.kernel_argv,
             "display_name": environment.name,
