@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     from nbaccel.features.big_models.model_hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from nbaccel.features.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from nbaccel.features.map.map_items import map as map
+    from nbaccel.features.retry import find_executable_batch_size as find_executable_batch_size
     from nbaccel.features.runs.runs import Runs as Runs
     from nbaccel.features.sweep.sweep import sweep as sweep
     from nbaccel.launching.accelerate_launchers import (
@@ -86,7 +87,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     )
     from nbaccel.train.local_sgd import LocalSGD as LocalSGD
     from nbaccel.train.oom.memory import free_memory as free_memory
-    from nbaccel.train.oom.retry import find_executable_batch_size as find_executable_batch_size
     from nbaccel.train.step.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
     from nbaccel.train.step.kwargs_handlers import (
         AutocastKwargs as AutocastKwargs,
@@ -155,7 +155,7 @@ _HOME = {
     "debug_launcher": "nbaccel.launching.accelerate_launchers",
     "disk_offload": "nbaccel.features.big_models.dispatching",
     "dispatch_model": "nbaccel.features.big_models.dispatching",
-    "find_executable_batch_size": "nbaccel.train.oom.retry",
+    "find_executable_batch_size": "nbaccel.features.retry",
     "free_memory": "nbaccel.train.oom.memory",
     "infer_auto_device_map": "nbaccel.features.big_models.device_plan",
     "init_empty_weights": "nbaccel.features.big_models.empty_weights",

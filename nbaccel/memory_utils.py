@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
+from nbaccel.features import shown_by
 from nbaccel.train.oom.memory import release_memory
-from nbaccel.train.oom.retry import find_executable_batch_size
 
 __all__ = ["find_executable_batch_size", "release_memory"]
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")
+
+with shown_by(__name__):
+    from nbaccel.features.retry import find_executable_batch_size

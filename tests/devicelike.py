@@ -240,10 +240,10 @@ def install(kind: type[DeviceLike] = DeviceLike) -> None:
 def setup_rank(namespace: dict[str, Any]) -> None:
     """As ``nbaccel.train.setup:setup_rank``, with such a group."""
     from nbaccel import Accelerator, InitProcessGroupKwargs
-    from nbaccel.train.oom.retry.outside_retry import renew
+    from nbaccel.features import feature
 
     install()
-    aborting.on_renewal(renew)
+    aborting.on_renewal(feature("groups of ranks that stay"))
     namespace["accelerator"] = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=NAME)])
 
 

@@ -64,7 +64,7 @@ def test_a_first_step_alone_loads_what_it_needs_and_what_checkpoints_are_written
     assert "nbaccel.train.accelerator" in loaded
     # `resource` is of the standard library; loaded when memory has run out, it might not load any more.
     assert {name.partition(".")[0] for name in loaded} == {"nbaccel", "safetensors", "resource"}
-    elsewhere = ("cli", "display", "launch", "notebook", "output", "trackers", "testing", "train.oom.retry")
+    elsewhere = ("cli", "display", "launch", "notebook", "output", "trackers", "testing", "features.")
     assert not [name for name in loaded if name.startswith(tuple(f"nbaccel.{room}" for room in elsewhere))]
     assert "nbaccel.train.strategies.replicated" not in loaded
 

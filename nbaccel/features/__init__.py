@@ -46,6 +46,8 @@ _TABLE = {  # "module:object", below this package
     "a cell that saves itself": "cell_checkpoints.saving_task:SavingCellTask",
     # setups of ranks
     "loops of a launched function": "launched_loops.rank_setup:change_loops",
+    # what forms groups of ranks anew after they were aborted
+    "groups of ranks that stay": "retry.outside_retry:renew",
     # choices
     "keep-runs": "runs.runs:keep_runs",
     # methods of the Accelerator

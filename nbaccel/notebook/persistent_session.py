@@ -20,7 +20,8 @@ from IPython.core.error import UsageError
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import is_users
 from nbaccel.base.quantities import amount, listed
-from nbaccel.errors import LaunchRefused, ResultsMissing
+from nbaccel.errors import FeatureMissing, LaunchRefused, ResultsMissing
+from nbaccel.features import feature
 from nbaccel.launching.diagnosis import list_of_ranks
 from nbaccel.launching.earlier_models import models_in, refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run
@@ -157,6 +158,8 @@ class PersistentSession:
             self._say(line)
         self._edited, self._reloads = EditedModules(), reloader() is not None
         spec = replace(plan.spec(task, self._setup), stays=True)
+        with suppress(FeatureMissing):  # loaded before it is needed: after a failure ranks import nothing
+            feature("groups of ranks that stay")
         self._persistent = self._launcher().start(spec, ConsoleScreen())
         self._plan, self._options = replace(plan, start=self._persistent.spec.start), options
         if plan.start.method != self._persistent.spec.start.method:

@@ -13,10 +13,10 @@ from nbaccel.base import storage  # noqa: F401  # the first checkpoint asks wher
 from nbaccel.base.aborting import on_renewal
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.features import feature
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
-from nbaccel.train.oom.retry.outside_retry import renew
 from nbaccel.train.prepare import unaveraged  # noqa: F401  # as below
 from nbaccel.train.raw_loop.accumulated_batches import AccumulatedBatches
 from nbaccel.train.raw_loop.hooks import ChangedLoop, LoopChange
@@ -59,7 +59,7 @@ def setup_rank(
     if namespace is not None and binds_accelerator and "accelerator" not in namespace:
         namespace["accelerator"] = Accelerator()
     if world.is_distributed:
-        on_renewal(renew)
+        on_renewal(lambda source, number: feature("groups of ranks that stay")(source, number))
     changes = loop_changes(settings)
     if settings.independent or settings.strict:
         return ChangedLoop(changes, world) if changes and settings.independent else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from nbaccel.base.missing_names import missing_from
 from nbaccel.base.tracking import LoggerType
 from nbaccel.errors import CollectiveMismatch as DistributedOperationException
+from nbaccel.features import shown_by
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.checkpoint.model_weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration
@@ -48,7 +49,7 @@ from nbaccel.utils.imports import (
     is_wandb_available,
     is_xpu_available,
 )
-from nbaccel.utils.memory import find_executable_batch_size, release_memory
+from nbaccel.utils.memory import release_memory
 from nbaccel.utils.operations import (
     broadcast,
     broadcast_object_list,
@@ -156,3 +157,6 @@ __getattr__ = missing_from(
     "nbaccel.train.strategies.fsdp_options",
     inside=("constants", "imports", "memory", "operations", "other", "modeling", "offload", "bnb", "deepspeed"),
 )
+
+with shown_by(__name__):
+    from nbaccel.features.retry import find_executable_batch_size

@@ -8,8 +8,8 @@ import torch
 
 from nbaccel.base.failures import can_retry
 from nbaccel.base.missing_names import missing_from
+from nbaccel.features import shown_by
 from nbaccel.train.oom.memory import release_memory
-from nbaccel.train.oom.retry import find_executable_batch_size
 
 __all__ = [
     "clear_device_cache",
@@ -51,3 +51,6 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")
+
+with shown_by(__name__):
+    from nbaccel.features.retry import find_executable_batch_size

@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from nbaccel.base.events import Event, OutOfMemory, outlet
 from nbaccel.base.hardware import MemoryInfo
 from nbaccel.base.memory_limit import MemoryLimit, fullness, host_limit, is_shortage
 from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
-from nbaccel.train.oom.retry.attempt import Attempt
 
 ONE_DNN = ["could not create a primitive", "could not execute a primitive", "could not create a memory object"]
 
@@ -111,29 +109,15 @@ def take_step(fails: Fails) -> bool:
     return [type(event) for event in seen] == [OutOfMemory]
 
 
-def attempt(fails: Fails) -> bool:
-    made = Attempt(fails, 8, (), {})
-    if made.shortage is None and made.error is not None:
-        raise made.error
-    return made.shortage is not None
-
-
 @pytest.mark.parametrize("text", ONE_DNN)
-@pytest.mark.parametrize("take", [take_step, attempt])
-def test_whoever_may_try_again_does_so_where_memory_was_nearly_full_and_nowhere_else(
-    take: Callable[[Fails], bool], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries_again_where_memory_was_nearly_full(take, text, monkeypatch)
-
-
-def tries_again_where_memory_was_nearly_full(
-    take: Callable[[Fails], bool], text: str, monkeypatch: pytest.MonkeyPatch
+def test_a_step_is_tried_again_where_memory_was_nearly_full_and_nowhere_else(
+    text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "host_limit", lambda: MemoryLimit(99, 100))
-    assert take(Fails(text))
+    assert take_step(Fails(text))
     monkeypatch.setattr(room, "host_limit", lambda: MemoryLimit(50, 100))
     with pytest.raises(RuntimeError, match=text):
-        take(Fails(text))
+        take_step(Fails(text))
 
 
 def refusals(kind: str, dtype: str, **environ: str) -> list[dict[str, Any]]:

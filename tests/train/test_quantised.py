@@ -19,7 +19,6 @@ from nbaccel.base.quantised import TrainedTensors, base_of, is_quantised, is_qua
 from nbaccel.errors import CollectiveMismatch, RanksFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.model_weights import load_model
-from nbaccel.train.oom.microbatch.snapshot import TrainingSnapshot
 
 CPU = torch.device("cpu")
 HEADER = 3000  # bytes, and more than any header of a file here
@@ -354,18 +353,6 @@ def test_save_model_of_a_model_without_adapters_writes_it_whole(tmp_path: Path) 
 
 
 # --- memory that runs out -------------------------------------------------------------------------------------------
-
-
-def test_a_trial_copies_no_base() -> None:
-    model = made()
-    base = next(parameter for parameter in model.parameters() if type(parameter) is Params4bit)
-    with TrainingSnapshot([model], [], CPU) as snapshot:
-        copied = snapshot._file.seek(0, 2)
-        with torch.no_grad():
-            trained_of(model)[0].zero_()
-    assert copied == trained_bytes(model) + buffer_bytes(model)
-    assert model.blocks[0].base_layer.weight is base  # type: ignore[union-attr]
-    assert trained_of(model)[0].any()
 
 
 def smaller_after_a_shortage() -> tuple[list[float], int, int]:

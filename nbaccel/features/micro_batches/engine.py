@@ -27,12 +27,12 @@ from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.base.quantised import base_of
 from nbaccel.base.world import World
 from nbaccel.errors import CannotSplit, PeerFailed
+from nbaccel.features.micro_batches.loss_weights import shifts_labels
 from nbaccel.features.micro_batches.sizes import MicroBatches
+from nbaccel.features.micro_batches.snapshot import ForwardSnapshot
 from nbaccel.features.micro_batches.task import MicroBatch, MicroBatchTask, Shortage, Work
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.oom.memory import release_unused
-from nbaccel.train.oom.microbatch.loss_weights import shifts_labels
-from nbaccel.train.oom.microbatch.snapshot import ForwardSnapshot
 from nbaccel.train.step.accumulation import StepClock
 from nbaccel.train.step.gradients import Gradients, StepReport
 from nbaccel.train.step.precision import Precision

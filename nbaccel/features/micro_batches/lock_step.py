@@ -18,9 +18,9 @@ from torch import Tensor
 from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.features.micro_batches.engine import OpenWindow, StepEngine, judge, mean_of_parts
 from nbaccel.features.micro_batches.task import MicroBatch, MicroBatchTask, Shortage, Work
+from nbaccel.features.retry.group_recovery import GroupRecovery
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.memory import release_unused
-from nbaccel.train.oom.retry.group_recovery import GroupRecovery
 from nbaccel.train.step.gradients import Gradients, StepReport
 
 __all__ = ["LockStepEngine"]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.values import frozen
+from nbaccel.features.micro_batches.loss_weights import Weight, Weights, make_weights
 from nbaccel.features.micro_batches.sizes import Shapes
-from nbaccel.train.oom.microbatch.loss_weights import Weight, Weights, make_weights
 from nbaccel.train.oom.microbatch.slicing import Samples, SplitFunction, sample_shapes
 
 __all__ = [

@@ -9,7 +9,8 @@ import numpy
 import pytest
 import torch
 
-from nbaccel.train.oom.microbatch.snapshot import TrainingSnapshot
+from four_bit_models import Params4bit, made, trained_of
+from nbaccel.features.micro_batches.snapshot import TrainingSnapshot
 
 CPU = torch.device("cpu")
 
@@ -126,3 +127,16 @@ def test_the_state_comes_back_after_an_error() -> None:
         model.weight.zero_()
         raise KeyError
     assert _bytes(model.weight) == before
+
+
+def test_a_trial_copies_no_base() -> None:
+    model = made()
+    base = next(parameter for parameter in model.parameters() if type(parameter) is Params4bit)
+    with TrainingSnapshot([model], [], CPU) as snapshot:
+        copied = snapshot._file.seek(0, 2)
+        with torch.no_grad():
+            trained_of(model)[0].zero_()
+    kept = [*trained_of(model), *model.buffers()]
+    assert copied == sum(tensor.nbytes for tensor in kept)
+    assert model.blocks[0].base_layer.weight is base  # type: ignore[union-attr]
+    assert trained_of(model)[0].any()

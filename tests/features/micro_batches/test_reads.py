@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbaccel import Accelerator
+from nbaccel.features.micro_batches import loss_weights
 from nbaccel.features.micro_batches.engine import mean_of_parts
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.oom.microbatch import loss_weights
 from nbaccel.train.step import gradient_buckets
 from nbaccel.train.step.gradient_buckets import Buckets, Words, make_words
 from nbaccel.train.step.gradients import StepReport

@@ -14,10 +14,10 @@ import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs
 from nbaccel.base.aborting import is_aborted
 from nbaccel.errors import PeerFailed
+from nbaccel.features.retry import group_recovery
+from nbaccel.features.retry.group_recovery import GroupRecovery
 from nbaccel.features.sharded import fully_sharded
 from nbaccel.testing import Faults, run_ranks
-from nbaccel.train.oom.retry import group_recovery
-from nbaccel.train.oom.retry.group_recovery import GroupRecovery
 
 
 class _Group(devicelike.DeviceLike):

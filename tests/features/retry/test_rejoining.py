@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs
 from nbaccel.errors import PeerFailed
+from nbaccel.features.retry import outside_retry as outside
+from nbaccel.features.retry.outside_retry import _share_state
 from nbaccel.testing import run_ranks
-from nbaccel.train.oom.retry import outside_retry as outside
-from nbaccel.train.oom.retry.outside_retry import _share_state
 
 
 class Plain(torch.optim.SGD):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbaccel.train.oom.retry.disconnect import PeerConnections
+from nbaccel.features.retry.disconnect import PeerConnections
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs, find_executable_batch_size
 from nbaccel.base.aborting import is_aborted
 from nbaccel.base.events import Waiting, outlet
+from nbaccel.features.retry import coordinate, disconnect
 from nbaccel.testing import Faults, run_ranks
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.retry import coordinate, disconnect
 from searches import START, digest, training
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from nbaccel.base.memory_request import MemoryRequest
-from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
-from nbaccel.train.oom.retry.search import ByRule, ByUser, Sizes, grown
+from nbaccel.features.retry.attempt import Attempt, AttemptShortage, ShortagePlace
+from nbaccel.features.retry.search import ByRule, ByUser, Sizes, grown
 
 
 def _search(start: int, fits: int, place: ShortagePlace = ShortagePlace.ELSEWHERE) -> list[int]:

@@ -30,10 +30,8 @@ from nbaccel.base.events import Event, ExchangeLeft, Sink, Waiting, outlet
 from nbaccel.base.quantities import numbers_in_order
 from nbaccel.base.values import frozen
 from nbaccel.errors import CollectiveMismatch, PeerFailed
-from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
-from nbaccel.train.oom.retry.disconnect import (
+from nbaccel.features.retry.attempt import Attempt, AttemptShortage, ShortagePlace
+from nbaccel.features.retry.disconnect import (
     SETTLE_S,
     AttemptStore,
     PeerError,
@@ -41,6 +39,8 @@ from nbaccel.train.oom.retry.disconnect import (
     collectives_entered,
     may_result_from_waking,
 )
+from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.distributed.process_group import process_group
 
 __all__ = [
     "AttemptReport",

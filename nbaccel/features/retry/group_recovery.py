@@ -21,8 +21,8 @@ import torch.distributed as dist
 from nbaccel.base.aborting import abort_device_groups
 from nbaccel.base.quantities import numbers_in_order
 from nbaccel.errors import PeerFailed
+from nbaccel.features.retry.disconnect import SETTLE_S, AttemptStore, Watcher, may_result_from_waking
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.retry.disconnect import SETTLE_S, AttemptStore, Watcher, may_result_from_waking
 
 __all__ = ["GroupRecovery"]
 

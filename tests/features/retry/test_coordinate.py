@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from nbaccel import Accelerator, NoBatchSizeFits, PeerFailed, find_executable_batch_size
 from nbaccel.base.failures import Failure, Recovery, classify, recovery_of
+from nbaccel.features.retry import coordinate
 from nbaccel.testing import Faults, MemLimit, run_ranks
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.retry import coordinate
 from searches import PLACES, START, out_of_memory_everywhere, training
 
 HALF, NEAR = START // 2, int(START * 0.9)

@@ -15,12 +15,12 @@ from typing import Any
 from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.base.memory_request import WHAT_HELPS
 from nbaccel.errors import NoBatchSizeFits
+from nbaccel.features.retry.attempt import Attempt, AttemptShortage, ShortagePlace
+from nbaccel.features.retry.coordinate import AttemptReport, DistributedRetry, LocalRetry
+from nbaccel.features.retry.outside_retry import OutsideTheRetry
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import PartialState, current_world
 from nbaccel.train.oom.memory import release_unused
-from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
-from nbaccel.train.oom.retry.coordinate import AttemptReport, DistributedRetry, LocalRetry
-from nbaccel.train.oom.retry.outside_retry import OutsideTheRetry
 from nbaccel.train.step.raw_loop_hooks import begin_anew
 
 __all__ = [
@@ -52,7 +52,7 @@ def find_executable_batch_size(
         starting_batch_size: The first size of the first call. Later calls begin with the size that fitted, or with a
             larger one if the numbers of the allocator show that it fits.
         reduce_batch_size_fn: Takes nothing and returns the next, smaller size; called on every rank after each failure.
-            By default the error itself decides, mostly for the half; `nbaccel.train.oom.retry.search.ByRule` is the
+            By default the error itself decides, mostly for the half; `nbaccel.features.retry.search.ByRule` is the
             rule.
 
     Returns:
