@@ -45,7 +45,9 @@ _TABLE = {  # "module:object", below this package
     # tasks of ranks
     "a cell that saves itself": "cell_checkpoints.saving_task:SavingCellTask",
     # setups of ranks
-    "loops of a launched function": "launched_loops.rank_setup:change_loops",
+    "loops of a launched function": "loop_flags.rank_setup:change_loops",
+    # changes of loops that prepare nothing
+    "-p or -a above an unmodified loop": "loop_flags.loop_changes:loop_changes",
     # what forms groups of ranks anew after they were aborted
     "groups of ranks that stay": "retry.outside_retry:renew",
     # choices

@@ -335,7 +335,8 @@ def load_once(
         warm: Modules that every rank uses.
     """
     modules = [*warm, *(each.partition(":")[0] for each in named)]
-    asks = settings is not None and settings.strategy is not None  # of which the modules are not known here
+    # of these choices the modules are not known here
+    asks = settings is not None and (settings.strategy is not None or settings.changes_loops)
     is_loaded = not asks and all(module in sys.modules for module in modules)
 
     def load() -> None:

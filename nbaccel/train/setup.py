@@ -13,15 +13,14 @@ from nbaccel.base import storage  # noqa: F401  # the first checkpoint asks wher
 from nbaccel.base.aborting import on_renewal
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.errors import FeatureMissing
 from nbaccel.features import feature
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.prepare import unaveraged  # noqa: F401  # as below
-from nbaccel.train.raw_loop.accumulated_batches import AccumulatedBatches
-from nbaccel.train.raw_loop.hooks import ChangedLoop, LoopChange
+from nbaccel.train.raw_loop.hooks import ChangedLoop, LoopChange, RefusedLoop
 from nbaccel.train.raw_loop.loop import RawLoopTraining
-from nbaccel.train.raw_loop.loop_precision import precision_of_loop
 from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 from nbaccel.train.strategies import (
@@ -33,8 +32,10 @@ __all__ = ["load_for_ranks", "loop_changes", "setup_rank"]
 
 
 def load_for_ranks(settings: RunSettings, world_size: int) -> None:
-    """Load the strategy that so many ranks with these settings would load: in the kernel, for them to share."""
+    """Load what so many ranks with these settings would load: in the kernel, for them to share."""
     with suppress(Exception):  # the ranks meet it again
+        loop_changes(settings)
+    with suppress(Exception):
         strategy_class(World(0, world_size, 0, world_size), settings.strategy)
 
 
@@ -67,12 +68,11 @@ def setup_rank(
 
 
 def loop_changes(settings: RunSettings) -> tuple[LoopChange, ...]:
-    """Return what flags change of a loop that prepares nothing, the outermost change first."""
-    changes: list[LoopChange] = []
-    count = settings.gradient_accumulation_steps or 1
-    accumulated = AccumulatedBatches(count)
-    if count > 1:
-        changes.append(accumulated)
-    if settings.raw_precision is not None:
-        changes.append(precision_of_loop(settings.raw_precision, accumulated.holds))
-    return tuple(changes)
+    """Return what flags change of a loop that prepares nothing; where the feature is not there, what refuses it."""
+    if not settings.changes_loops:
+        return ()
+    try:
+        changes: tuple[LoopChange, ...] = feature("-p or -a above an unmodified loop")(settings)
+    except FeatureMissing as error:
+        return (RefusedLoop(error),)
+    return changes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from nbaccel.base.settings import RunSettings
+from nbaccel.features.loop_flags.loop_changes import loop_changes
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.raw_loop.hooks import ChangedLoop
-from nbaccel.train.setup import loop_changes
 
 __all__ = ["change_loops"]
 

@@ -31,6 +31,7 @@ __all__ = [
     "ChangedLoop",
     "Hooks",
     "LoopChange",
+    "RefusedLoop",
     "TrainedOptimizers",
     "WatchedLoop",
     "parameters_of",
@@ -101,6 +102,23 @@ class LoopChange:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer that is new, or was given more parameters."""
+
+
+class RefusedLoop(LoopChange):
+    """Refuses to train an unmodified loop that a flag would change.
+
+    Args:
+        error: The reason.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def run_backward(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        raise self._error
+
+    def step(self, optimizer: Optimizer, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise self._error
 
 
 class ChangedLoop:

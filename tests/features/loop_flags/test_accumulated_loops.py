@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from features.loop_flags.by_hand import accumulated_by_hand
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import FlagConflict, NotPrepared, RanksFailed
 from nbaccel.launching import api
 from nbaccel.launching.launcher import Launcher
 from train.raw_loop import in_turn
-from train.raw_loop.by_hand import accumulated_by_hand
 from train.raw_loop.in_turn import SOME, End, in_groups, in_ranks, watched
 from train.raw_loop.loops import LOOPS, Loop, Values
 from train.raw_loop.test_deferred_calls import DEPENDS_ON_PARTS

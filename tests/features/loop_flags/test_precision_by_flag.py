@@ -23,9 +23,9 @@ from nbaccel.base.events import Event, Loss, outlet
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import FlagConflict
+from nbaccel.features.loop_flags.loop_precision import SKIPS_IN_A_ROW, LoopInBf16, LoopInFp16
 from nbaccel.testing import run_ranks
 from nbaccel.train.raw_loop.loop import RawLoopTraining
-from nbaccel.train.raw_loop.loop_precision import SKIPS_IN_A_ROW, LoopInBf16, LoopInFp16
 from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 from train.raw_loop.in_turn import watched
 
