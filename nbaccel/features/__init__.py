@@ -29,6 +29,13 @@ _TABLE = {  # "module:object", below this package
     # strategies
     "--strategy fsdp": "sharded.fully_sharded:FullySharded",
     "--strategy deepspeed": "deepspeed.zero:ZeroPartitioned",
+    # what lasts from cell to cell
+    "%%accelerate --bg": "background.left_cell:leave",
+    "a run in the background": "background.background_run:Background",
+    "the place of a run in the background": "background.left_cell:place_in_the_cell",
+    "ranks that stay": "persistent.persistent_session:PersistentSession",
+    "ranks that stay: processes": "persistent.persistent_workers:PersistentWorkers",
+    "ranks that stay: commands": "persistent.stay_commands:run_command",
     # commands
     "%accelerate estimate": "batch_size.command:estimate_report",
     "%accelerate export": "export.export_command:export_script",

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from nbaccel.base.events import Restarted
 from nbaccel.base.forkable import why_forks_fail
@@ -35,6 +35,7 @@ from nbaccel.base.task_end import finish_task
 from nbaccel.base.world import World
 from nbaccel.display.live_panel import Views
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
+from nbaccel.features import feature
 from nbaccel.launching.diagnosis import PostMortem, diagnose
 from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.ipc import reaper
@@ -51,7 +52,6 @@ from nbaccel.launching.oom_restart import (
     RunRecorder,
     wait_for_memory,
 )
-from nbaccel.launching.persistent_workers import PersistentWorkers
 from nbaccel.launching.processes.attached_debugger import undebugged, untrace
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, driven
@@ -62,6 +62,9 @@ from nbaccel.launching.processes.zygote import Zygote
 from nbaccel.launching.run import Run, record_of
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.output.router import Screen
+
+if TYPE_CHECKING:
+    from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 
 __all__ = [
     "Lasting",
@@ -240,6 +243,7 @@ class Launcher:
     def _settle(self, spec: LaunchSpec, watching: RunObservers) -> PersistentWorkers:
         home = spec.task.home
         assert home is not None
+        staying_workers = feature("ranks that stay: processes")
         host, worker_group = OomKillWatch(), self._worker_group(spec, watching)
         try:
             with open_log(self.resources.new_log()) as log, closing(watching.watch(worker_group, spec, log)) as ended:
@@ -248,9 +252,10 @@ class Launcher:
                     raise ended.raised or KeyboardInterrupt
                 if error is not None:
                     raise error
-                return PersistentWorkers(
+                staying: PersistentWorkers = staying_workers(
                     spec, worker_group, home, ended, turn=self.turn, new_log=self.resources.new_log
                 )
+                return staying
         except BaseException:
             worker_group.close()
             raise

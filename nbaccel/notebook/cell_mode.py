@@ -7,13 +7,11 @@ mode runs in ranks, see `InRanks`; the other modes are features, found by their 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, Protocol
 
 from nbaccel.display.run_view import PanelSink
 from nbaccel.features import feature, mode_flag
 from nbaccel.launching.kernel_models import kernel_freed
-from nbaccel.notebook.background import why_not_in_the_background
 from nbaccel.notebook.cell_plan import AskedCell, CellPlan
 from nbaccel.notebook.cell_run import interrupts_in_one_line
 from nbaccel.notebook.inline_cell import run_in_the_kernel
@@ -22,8 +20,6 @@ from nbaccel.notebook.stop_control import steered
 from nbaccel.options.run_options import RunOptions
 
 __all__ = ["CellMode", "run_cell"]
-
-_MAY_HAVE_CHANGED = "ranks of a second start would see a notebook that has changed since; without --bg"
 
 
 class CellMode(Protocol):
@@ -69,10 +65,8 @@ class InRanks:
             ResultsMissing: It ended well, but a name of `--out` did not come. Values that came are in the notebook.
         """
         start = plan.plan.start
-        if plan.plan.options.bg:
-            if not (why := why_not_in_the_background(start.method, session.shell, session.survey().platform)):
-                return self._leave(session, plan)
-            session.say(f"--bg: {why}, so this cell waits for its run")
+        if plan.plan.options.bg and feature("%%accelerate --bg")(session, plan):
+            return None
         if start.method == "inline":
             shown = session.show(plan, PanelSink())
             return run_in_the_kernel(
@@ -89,15 +83,6 @@ class InRanks:
                 if run.is_over:  # also after an interrupt while models were moved back, raised after this
                     value = session.conclude_and_show(run)
             return value
-
-    def _leave(self, session: Session, plan: CellPlan) -> None:
-        """Start the run and let the cell end."""
-        place = session.place()
-        plan = replace(plan, spec=replace(plan.spec, no_restart=_MAY_HAVE_CHANGED))
-        shown = session.show(plan, place.frames, place.screen)
-        shown.write_heading()
-        run = session.begin(plan, shown)
-        session.background.begin(run, lambda: session.conclude(run), plan.host, [session.rank_memory], [place.beside])
 
 
 def run_cell(session: Session, asked: RunOptions, body: str, typed: str = "") -> Any:

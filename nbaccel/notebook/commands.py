@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -20,14 +21,11 @@ from nbaccel.base.world import World, is_notebook_kernel
 from nbaccel.features import feature
 from nbaccel.launching.doctor import MachineFacts, report
 from nbaccel.launching.ipc.user_code import cell_name
-from nbaccel.notebook.background import CellScreen
 from nbaccel.notebook.choices import batch_size_of, next_cell, overview
 from nbaccel.notebook.memory_report import Processes, held_by_names, memory_report
-from nbaccel.notebook.persistent_session import of_the_start
 from nbaccel.notebook.session import LastRun, Session
 from nbaccel.notebook.why import why_report
-from nbaccel.options.flags import read_names
-from nbaccel.options.parsing import SAVE, parse
+from nbaccel.options.parsing import SAVE
 from nbaccel.options.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -120,20 +118,24 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
         """Return the facts that the short first line of a cell leaves out."""
         return "" if session.last_plan is None else f"the latest ranks were started as: {session.last_plan.explained}"
 
+    def stay() -> str:
+        return session.stay.status() if session.has_ranks else ""
+
     def status() -> None:
-        line = _status_line(session.survey(), session.configured(), session.last_run, session.stay.status())
-        session.say("\n".join(filter(None, [line, session.background.status, started_as()])))
+        line = _status_line(session.survey(), session.configured(), session.last_run, stay())
+        beside = session.background.status if session.left_run is not None else ""
+        session.say("\n".join(filter(None, [line, beside, started_as()])))
 
     def doctor() -> None:
         session.say(_doctor_report(session.survey(), session.configured().checkpoint_dir, session.cuda.cell_of))
 
     def memory() -> None:
         processes = Processes.now(session.launcher.helpers)
-        are_gone = not (session.stay.is_on or session.background.is_running)
+        are_gone = not (session.has_ranks or (session.left_run is not None and not session.left_run.is_over))
         held = memory_report(
             session.survey(), processes, session.rank_memory, held_by_names(session.shell.user_ns), are_gone=are_gone
         )
-        session.say("\n".join(filter(None, [held, session.stay.status()])))
+        session.say("\n".join(filter(None, [held, stay()])))
 
     def why() -> None:
         session.say(why_report(session.launcher.post_mortem, cell_name))
@@ -149,6 +151,9 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
         except KeyError as error:
             raise UsageError(f"%accelerate runs {rest}: {error.args[0]}.") from None
 
+    def of_ranks_that_stay(name: str, rest: str) -> None:
+        feature("ranks that stay: commands")(session, parser, name, rest)
+
     configure = ConfigCommand(session)
     return Commands(
         [
@@ -162,100 +167,28 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
             Command("export", lambda rest: feature("%accelerate export")(session, rest)),
             Command("nodes", lambda rest: feature("%accelerate nodes")(session, rest)),
             *_background_commands(session),
-            *_stay_commands(session, parser),
+            *(Command(name, partial(of_ranks_that_stay, name)) for name in ("start", "push", "pull", "restart")),
         ],
         otherwise=status,
     )
-
-
-_RANK = "--rank"
-
-
-def _stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Command]:
-    """Return `start`, `push`, `pull` and `restart` of one notebook: they read the arguments, its `stay` does the work.
-
-    Args:
-        parser: The parser of the flags.
-    """
-
-    def start(rest: str) -> None:
-        session.background.make_room()
-        session.stay.start(parse(parser, rest).over(of_the_start(session.configured())))
-
-    def push(rest: str) -> None:
-        names = _names("push", rest)
-        _refuse_unknown("push", names, session.shell.user_ns)
-        session.background.make_room()
-        session.stay.push(names)
-
-    def pull(rest: str) -> None:
-        words, rank = _split_rank(rest)
-        names = _names("pull", words)
-        session.background.make_room()
-        session.stay.pull(names, rank)
-
-    def restart() -> None:
-        session.background.make_room()
-        session.stay.restart()
-
-    return [
-        Command("start", start),
-        Command("push", push),
-        Command("pull", pull),
-        bare("restart", restart),
-    ]
-
-
-def _names(command: str, text: str) -> tuple[str, ...]:
-    try:
-        return read_names(",".join(text.split()))
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(f"%accelerate {command} needs names of variables: {error}.") from None
-
-
-def _split_rank(text: str) -> tuple[str, int]:
-    """Split the rank off: `y --rank 1` is y of rank 1, `y` is y of rank 0.
-
-    Example:
-        >>> _split_rank("y,z --rank 1"), _split_rank("y")
-        (('y,z', 1), ('y', 0))
-    """
-    words = text.replace("=", " ").split()
-    if _RANK not in words:
-        return text, 0
-    at = words.index(_RANK)
-    number = "".join(words[at + 1 : at + 2])
-    if not number.isdecimal():
-        raise UsageError(f"{_RANK} is the number of one rank: %accelerate pull NAMES {_RANK} 1; got {number!r}.")
-    return " ".join(words[:at] + words[at + 2 :]), int(number)
-
-
-def _refuse_unknown(command: str, names: Collection[str], known: Collection[str]) -> None:
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=1)
-            raise UsageError(
-                f"%accelerate {command} {name}: the notebook has no variable of that name"
-                f"{f' (did you mean {near[0]}?)' if near else ''}; nothing was sent."
-            )
 
 
 def _background_commands(session: Session) -> list[Command]:
     """Return `wait`, `attach`, `stop` and `last` of one notebook, on a run in the background or on the last run."""
 
     def attach() -> Any:
-        if session.background.current is None and session.launcher.last_run is not None:
+        if session.left_run is None and session.launcher.last_run is not None:
             return session.say("no run goes on in the background: %accelerate last shows the one before")
-        return session.background.attach(lambda: CellScreen(session.shell.kernel))
+        return session.background.attach()
 
     def stop() -> None:
-        if session.background.stop():
+        if session.left_run is not None and session.background.stop():
             return
         if ended := session.launcher.resources.end_lasting():
             session.say("\n".join(ended))
-        elif not session.stay.is_on:
+        elif not session.has_ranks:
             raise UsageError("nothing runs in the background, and no ranks stay.")
-        if session.stay.is_on:
+        if session.has_ranks:
             session.stay.stop()
 
     return [

@@ -7,10 +7,11 @@ last run went, and whether ranks are persistent (`stay`); it holds no variable o
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.events import LoopKind
 from nbaccel.base.hardware import Survey
@@ -31,7 +32,6 @@ from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.namespace.names import made_before_read
 from nbaccel.namespace.threads import threads_held_by
-from nbaccel.notebook.background import Background, CellPlace, CellScreen
 from nbaccel.notebook.cell_plan import AskedCell, CellPlan, task_class
 from nbaccel.notebook.cell_run import (
     CellRun,
@@ -39,11 +39,10 @@ from nbaccel.notebook.cell_run import (
 )
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.memory_report import RankMemory
-from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
 from nbaccel.notebook.rank_counts import RankCounts
 from nbaccel.notebook.shell_hooks import CudaWatch, FailedCells
 from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
-from nbaccel.notebook.stop_control import FormerButton, StopControl
+from nbaccel.notebook.stop_control import FormerButton
 from nbaccel.notebook.validation import (
     refuse_contradictions,
     refuse_without_input,
@@ -56,6 +55,10 @@ from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 
+if TYPE_CHECKING:
+    from nbaccel.features.background.background_run import Background, BackgroundRun
+    from nbaccel.features.persistent.persistent_session import PersistentSession
+
 __all__ = ["LastRun", "Session"]
 
 SETUP = "nbaccel.train.setup:setup_rank"
@@ -65,8 +68,6 @@ _ACCELERATOR = "accelerator"
 
 _MOST_THREADS = 3
 """Number of lines about threads of the notebook before a run."""
-
-_MAY_HAVE_CHANGED = "ranks of a second start would see a notebook that has changed since; without --bg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +110,47 @@ class Session:
         self.last_run: LastRun | None = None
         self.last_plan: LaunchPlan | None = None  # the plan of ranks that were started for a cell
         self.rank_memory = RankMemory()
-        self.background = Background(self.say, self.place)
         self._views = Views()
         self._rank_counts = RankCounts()
         self.former_button = FormerButton(getattr(shell, "kernel", None))
         self._launcher = launcher
         self.setup = setup
         self.told: set[str] = set()
-        self.stay = PersistentSession(
-            shell.user_ns, lambda: self.launcher, lambda: self.survey(), self.cuda.cell_of, setup, self.say
+
+    @functools.cached_property
+    def stay(self) -> PersistentSession:
+        """The ranks that stay; made when somebody asks for them."""
+        stay: PersistentSession = feature("ranks that stay")(
+            self.shell.user_ns, lambda: self.launcher, lambda: self.survey(), self.cuda.cell_of, self.setup, self.say
         )
+        return stay
+
+    @property
+    def has_ranks(self) -> bool:
+        """Return whether ranks stay."""
+        return "stay" in vars(self) and self.stay.is_on
+
+    @functools.cached_property
+    def background(self) -> Background:
+        """The run in the background; made when somebody asks for it."""
+        background: Background = feature("a run in the background")(
+            self.say, lambda: feature("the place of a run in the background")(self)
+        )
+        return background
+
+    @property
+    def left_run(self) -> BackgroundRun | None:
+        """Return the run in the background, until its results have been brought back; None without one."""
+        return self.background.current if "background" in vars(self) else None
+
+    def make_room(self, *, for_another: bool = False) -> None:
+        """Check that ranks can be used now, in the background too if `for_another`.
+
+        Raises:
+            LaunchRefused: A run in the background goes on, or has left results that `for_another` would displace.
+        """
+        if self.left_run is not None:
+            self.background.make_room(for_another=for_another)
 
     @property
     def launcher(self) -> Launcher:
@@ -139,8 +171,8 @@ class Session:
         """Decide on host, plan and task of a cell; refuse what cannot work, and print the notes before a run."""
         asked = cell.options
         options, source, news_of_the_source = self.read(cell)
-        if asked.keep and not self.stay.is_on:
-            self.stay.start(of_the_start(options))
+        if asked.keep and not self.has_ranks:
+            self.stay.start_for_cell(options)
         survey = self.survey()
         host, plan, task = self._choose_host(asked, options, source, survey)
         options.shown_ranks(plan.devices.num_processes)  # refuses a rank that does not exist, before any output
@@ -170,7 +202,7 @@ class Session:
         options, news_of_the_source = without_a_missing_source(options)
         refuse_without_input(options.pdb, self.shell)
         self._keep_runs(options.keep_runs)
-        self.background.make_room(for_another=bool(options.bg))
+        self.make_room(for_another=bool(options.bg))
         source = read_cell(self.shell, cell.body)
         self._check_names(options, cell.body)
         return options, source, news_of_the_source
@@ -179,7 +211,7 @@ class Session:
         self, asked: RunOptions, options: RunOptions, source: CellSource, survey: Survey
     ) -> tuple[Host, LaunchPlan, CellTask]:
         """Return the host of a cell, its plan and its task: persistent ranks, or else new ranks."""
-        if self.stay.is_on:
+        if self.has_ranks:
             return self.stay.place(asked, options, source)
         if asked.only is not None:
             raise LaunchRefused(
@@ -252,13 +284,15 @@ class Session:
 
     def close(self) -> None:
         """End everything that runs for this notebook."""
-        self.background.close()
-        self.stay.close()
+        if "background" in vars(self):
+            self.background.close()
+        if "stay" in vars(self):
+            self.stay.close()
         self.former_button.close()
 
     def _check_names(self, options: RunOptions, body: str) -> None:
         """Refuse names that can only be mistakes, before anything starts."""
-        known = self.shell.user_ns.keys() | self.stay.names
+        known = self.shell.user_ns.keys() | (self.stay.names if self.has_ranks else set())
         mentioned = set(re.findall(r"[^\W\d]\w*", body))
         _refuse_unknown("--out", options.names_back, known | mentioned, "neither the notebook nor the cell has")
         _refuse_unknown("--in", options.inputs, known, "the notebook has not")
@@ -283,14 +317,6 @@ class Session:
         return CellRun(
             cell.plan, cell.source, cell.task, cell.spec, shown, self.told, self.launcher.remember, cell.origin
         )
-
-    # --- in the background -------------------------------------------------------------------------------------
-
-    def place(self) -> CellPlace:
-        """Return where a run in the background is shown: in the cell that runs now, also after its end."""
-        # Clicks come between cells, as all messages do.
-        button = StopControl(None, set(), "Stop: %accelerate stop", self.former_button)
-        return CellPlace(CellScreen(self.shell.kernel), button, button)
 
     def remembered(self) -> EndedRuns:
         """Return the runs of this notebook, with those that `keep-runs` has kept from other kernels.
@@ -317,7 +343,7 @@ class Session:
 
     def show_last(self) -> None:
         """Show panel and picture of the last run in the cell that runs now, and print how it ended."""
-        current, run = self.background.current, self.launcher.last_run
+        current, run = self.left_run, self.launcher.last_run
         if current is not None and not current.is_over:
             self.say(f"{current}: %accelerate attach shows it")
         if run is None:

@@ -76,17 +76,6 @@ def test_prepared_models_inside_of_other_values_come_back_as_they_were_written(n
         assert fold["optimizer"].param_groups[0]["params"][0] is fold["model"].weight
 
 
-def test_models_in_values_of_ranks_that_stay_are_dressed_there_and_not_here(notebook: Any) -> None:
-    notebook.run("import torch")
-    made = "kept = [accelerator.prepare(torch.nn.Linear(2, 1))]"
-    cell = notebook.run(f"%%accelerate -n 2 -p bf16 --keep --out kept\n{made}\n")
-    after = notebook.run("%%accelerate\nprint(type(accelerator.unwrap_model(kept[0]).forward).__name__)\n")
-    notebook.run("%accelerate stop")
-    assert cell.error is None
-    assert "forward" not in vars(notebook.names["kept"][0])
-    assert "_AutocastForward\n" in after.stdout
-
-
 @pytest.mark.parametrize("start", ["fork", "zygote", "inline"])
 def test_only_what_out_names_comes_back(notebook: Any, start: str) -> None:
     notebook.run("kept = [0]; class_of_the_notebook = type('C', (), {})")

@@ -42,7 +42,7 @@ def plan_of_discarded_ranks(session: Session, cell: AskedCell, what: str) -> Cel
     Raises:
         LaunchRefused: Ranks stay in this notebook, or no process can be started.
     """
-    if session.stay.is_on:
+    if session.has_ranks:
         raise LaunchRefused(f"ranks stay in this notebook, and {what} needs its own: %accelerate stop ends them.")
     plan = session.plan(cell)
     if plan.heading:

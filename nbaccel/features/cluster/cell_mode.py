@@ -104,7 +104,7 @@ class NodesMode:
             LaunchRefused: A node cannot be reached, is unlike the notebook, or lacks what was asked for.
         """
         asked = cell.options
-        if session.stay.is_on:
+        if session.has_ranks:
             raise LaunchRefused("ranks stay in this notebook, on this machine: %accelerate stop ends them.")
         options, source, news = session.read(cell)
         cluster, nodes = connected(options, session.launcher.resources)

@@ -26,6 +26,12 @@ from nbaccel.base.world import World
 from nbaccel.display.item_count import ItemCount
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import CannotSave, CannotSend, LaunchRefused, NestedLaunch
+from nbaccel.features.background.background_run import (
+    Background,
+    BackgroundRun,
+    background_here,
+    why_not_in_the_background,
+)
 from nbaccel.features.map import Answers, MapJob
 from nbaccel.features.map.later_answers import FinishedMap, LaterAnswers
 from nbaccel.features.map.map_job import as_items
@@ -39,7 +45,6 @@ from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import Run, seen
 from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
 from nbaccel.namespace.payload import Payload, pack
-from nbaccel.notebook.background import Background, BackgroundRun, background_here, why_not_in_the_background
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.screens import ConsoleScreen, shell_here
 

@@ -48,7 +48,7 @@ class SweepMode:
     def plan(self, session: Session, cell: AskedCell) -> SweepPlan:
         """Decide on slots and plans of a sweep; refuse what cannot work, and print the notes before it."""
         options, source, _ = session.read(cell)
-        if session.stay.is_on:
+        if session.has_ranks:
             raise LaunchRefused("ranks stay in this notebook, and a sweep needs its own: %accelerate stop ends them.")
         configs = configurations(values_to_sweep(options.sweep or (), session.shell.user_ns))
         first_seed = configs[0].get("seed", options.seed or 0)

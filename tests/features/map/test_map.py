@@ -22,11 +22,11 @@ import pytest
 
 import nbaccel
 from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied, RanksFailed
+from nbaccel.features.background.background_run import BackgroundRun
 from nbaccel.features.map import Answers, Failed, map_items
 from nbaccel.launching.api import launch
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.plan import LaunchPlan
-from nbaccel.notebook.background import BackgroundRun
 
 AT_MOST_S = 60.0
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from nbaccel.base.hardware import Gpu, Survey
+from nbaccel.features.persistent.persistent_session import PersistentSession
 from nbaccel.launching import api
 from nbaccel.launching.tasks.cell_code import CellSource
-from nbaccel.notebook.persistent_session import PersistentSession
 from nbaccel.options.run_options import RunOptions
 
 START = "%accelerate start -n 2 --cpu"
@@ -259,3 +259,14 @@ def test_what_the_next_cell_does_before_all_else_is_said_after_one_that_was_cut_
     stay._persistent.news = ""
     stay.after(ValueError())
     assert lines == [f"the ranks live on, with what they have; {news}", "the ranks live on, with what they have"]
+
+
+def test_models_in_values_of_ranks_that_stay_are_dressed_there_and_not_here(notebook: Any) -> None:
+    notebook.run("import torch")
+    made = "kept = [accelerator.prepare(torch.nn.Linear(2, 1))]"
+    cell = notebook.run(f"%%accelerate -n 2 -p bf16 --keep --out kept\n{made}\n")
+    after = notebook.run("%%accelerate\nprint(type(accelerator.unwrap_model(kept[0]).forward).__name__)\n")
+    notebook.run("%accelerate stop")
+    assert cell.error is None
+    assert "forward" not in vars(notebook.names["kept"][0])
+    assert "_AutocastForward\n" in after.stdout

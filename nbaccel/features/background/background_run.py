@@ -349,15 +349,15 @@ class Background:
             raise briefly(KeyboardInterrupt(f"the waiting was interrupted; {current}. %accelerate wait waits again."))
         return current.conclude()
 
-    def attach(self, here: Callable[[], Screen]) -> Any:
-        """Show the panel in the cell that runs now, which `here` makes a screen of, and wait.
+    def attach(self) -> Any:
+        """Show the panel in the cell that runs now, and wait.
 
         An interrupt leaves the run alone, and is no error.
         """
         current = self._running_or_over()
         if current is None:
             return None
-        current.show_at(here())
+        current.show_at(self.place().screen)
         if not current.wait():
             self._say(f"detached; {current}")
             return None

@@ -17,11 +17,11 @@ import torch
 from nbaccel import Accelerator
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import CannotSend, RankDied
+from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.reaper import session_members
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start
 from nbaccel.launching.launcher import Launcher
-from nbaccel.launching.persistent_workers import PersistentWorkers
 from nbaccel.launching.processes import shutdown
 from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.launching.processes.rank_results import RankResults

@@ -22,13 +22,13 @@ from nbaccel.base.notices import is_users
 from nbaccel.base.quantities import amount, listed
 from nbaccel.errors import FeatureMissing, LaunchRefused, ResultsMissing
 from nbaccel.features import feature
+from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 from nbaccel.launching.diagnosis import list_of_ranks
 from nbaccel.launching.earlier_models import models_in, refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
 from nbaccel.launching.ipc.user_code import reloader
 from nbaccel.launching.launcher import Launcher, refuse_nested_launch
-from nbaccel.launching.persistent_workers import PersistentWorkers
 from nbaccel.launching.plan import LaunchPlan, draws_as_here
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.processes.rank_results import RankResults
@@ -167,6 +167,10 @@ class PersistentSession:
                 f"started by {self._persistent.spec.start.method} after all: {self._persistent.spec.start.reason}"
             )
         self._say(f"{PersistentRun(self._persistent, '')}; their memory is held until %accelerate stop")
+
+    def start_for_cell(self, options: RunOptions) -> None:
+        """Start persistent ranks with those options of a cell that belong to a start."""
+        self.start(of_the_start(options))
 
     def restart(self) -> None:
         """End the ranks, and start others with the same flags.
