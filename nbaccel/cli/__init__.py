@@ -90,10 +90,9 @@ def _parser(asked: Sequence[str] = tuple(_ADDED)) -> argparse.ArgumentParser:
 def _doctor(_: argparse.Namespace) -> int:
     from nbaccel.base.hardware import Survey
     from nbaccel.base.settings import RunSettings
-    from nbaccel.launching.doctor import MachineFacts, report
 
     survey = Survey.take()
-    print(report(survey, MachineFacts.of_this_process(survey, checkpoint_dir=RunSettings.from_env().checkpoint_dir)))
+    print(feature("%accelerate doctor")(survey, RunSettings.from_env().checkpoint_dir))
     return 0
 
 

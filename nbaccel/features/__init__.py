@@ -37,6 +37,10 @@ _TABLE = {  # "module:object", below this package
     "ranks that stay: processes": "persistent.persistent_workers:PersistentWorkers",
     "ranks that stay: commands": "persistent.stay_commands:run_command",
     # commands
+    "%accelerate doctor": "reports.doctor:doctor_report",
+    "%accelerate memory": "reports.memory_report:report_of_memory",
+    "%accelerate why": "reports.why:why_report",
+    "the form of %accelerate config": "reports.form:Form",
     "%accelerate estimate": "batch_size.command:estimate_report",
     "%accelerate export": "export.export_command:export_script",
     "%accelerate runs": "runs.runs:show_runs",

@@ -18,18 +18,16 @@ from IPython.core.error import UsageError
 
 from nbaccel.base.hardware import Survey
 from nbaccel.base.world import World, is_notebook_kernel
+from nbaccel.errors import FeatureMissing
 from nbaccel.features import feature
-from nbaccel.launching.doctor import MachineFacts, report
 from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.notebook.choices import batch_size_of, next_cell, overview
-from nbaccel.notebook.memory_report import Processes, held_by_names, memory_report
 from nbaccel.notebook.session import LastRun, Session
-from nbaccel.notebook.why import why_report
 from nbaccel.options.parsing import SAVE
 from nbaccel.options.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.form import Form
+    from nbaccel.features.reports.form import Form
 
 __all__ = [
     "Command",
@@ -127,18 +125,19 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
         session.say("\n".join(filter(None, [line, beside, started_as()])))
 
     def doctor() -> None:
-        session.say(_doctor_report(session.survey(), session.configured().checkpoint_dir, session.cuda.cell_of))
+        session.say(
+            feature("%accelerate doctor")(session.survey(), session.configured().checkpoint_dir, session.cuda.cell_of)
+        )
 
     def memory() -> None:
-        processes = Processes.now(session.launcher.helpers)
         are_gone = not (session.has_ranks or (session.left_run is not None and not session.left_run.is_over))
-        held = memory_report(
-            session.survey(), processes, session.rank_memory, held_by_names(session.shell.user_ns), are_gone=are_gone
+        held = feature("%accelerate memory")(
+            session.survey(), session.launcher.helpers, session.rank_memory, session.shell.user_ns, are_gone=are_gone
         )
         session.say("\n".join(filter(None, [held, stay()])))
 
     def why() -> None:
-        session.say(why_report(session.launcher.post_mortem, cell_name))
+        session.say(feature("%accelerate why")(session.launcher.post_mortem, cell_name))
 
     def estimate(rest: str) -> None:
         session.say(
@@ -238,15 +237,17 @@ class ConfigCommand:
         if is_notebook_kernel():
             try:
                 return self._formed(batch_size).show()
+            except FeatureMissing as error:
+                missing = f"\n({error})"
             except ModuleNotFoundError as error:
                 missing = f"\n({error.name} is not installed: with it, this is a form)"
         session.say(overview(session.configuration, session.survey(), batch_size) + missing)
 
     def _formed(self, batch_size: int) -> Form:
-        from nbaccel.notebook.form import Form
-
         if self._form is None:
-            self._form = Form(self._session.configuration, self._session.survey, batch_size)
+            self._form = feature("the form of %accelerate config")(
+                self._session.configuration, self._session.survey, batch_size
+            )
         return self._form
 
 
@@ -265,7 +266,3 @@ def _status_line(survey: Survey, config: RunOptions, last_run: LastRun | None, s
         no run yet
     """
     return f"next cell: {stay or next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
-
-
-def _doctor_report(survey: Survey, checkpoint_dir: str | None, cell_of: Callable[[str | None], str | None]) -> str:
-    return report(survey, MachineFacts.of_this_process(survey, cell_of, checkpoint_dir))

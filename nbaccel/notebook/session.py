@@ -38,8 +38,8 @@ from nbaccel.notebook.cell_run import (
     Host,
 )
 from nbaccel.notebook.cell_source import read_cell
-from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.rank_counts import RankCounts
+from nbaccel.notebook.rank_memory import RankMemory
 from nbaccel.notebook.shell_hooks import CudaWatch, FailedCells
 from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
 from nbaccel.notebook.stop_control import FormerButton

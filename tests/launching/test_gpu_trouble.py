@@ -136,7 +136,6 @@ def test_a_process_that_was_told_of_its_gpus_can_still_be_forked() -> None:
     program = """
 import os, torch
 from nbaccel.base.hardware import Gpu
-from nbaccel.launching.doctor import MachineFacts
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.kernel_state import TorchFlags
 before_a_run([Gpu(0, "GPU-a", "Tesla T4", 10**9, 0, (7, 5))])

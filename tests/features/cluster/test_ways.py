@@ -8,7 +8,7 @@ import pytest
 
 from nbaccel.base.hardware import Survey
 from nbaccel.features.cluster import node_environment
-from nbaccel.launching.doctor import MachineFacts, report
+from nbaccel.features.reports.doctor import MachineFacts, report
 
 
 def absent(name: str) -> str:

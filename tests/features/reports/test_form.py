@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbaccel.base.hardware import Gpu, Survey
-from nbaccel.notebook.form import Form
+from nbaccel.features.reports.form import Form
 from nbaccel.options.configuration import ConfigFile, Configuration
 from nbaccel.options.run_options import RunOptions
 

@@ -27,6 +27,7 @@ from nbaccel.launching.gpu_trouble import TorchBuild, holder_name, troubles
 
 __all__ = [
     "MachineFacts",
+    "doctor_report",
     "report",
 ]
 
@@ -121,6 +122,19 @@ _SESSIONS = {
 
 Kaggle: 12 hours, its policy of 2025.
 """
+
+
+def doctor_report(
+    survey: Survey,
+    checkpoint_dir: str | None,
+    cell_of: Callable[[str | None], str | None] = lambda why: None,
+) -> str:
+    """Collect the facts of this process, and return the report.
+
+    Args:
+        checkpoint_dir, cell_of: As for `MachineFacts.of_this_process`.
+    """
+    return report(survey, MachineFacts.of_this_process(survey, cell_of, checkpoint_dir))
 
 
 def report(survey: Survey, facts: MachineFacts) -> str:

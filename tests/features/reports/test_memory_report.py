@@ -12,7 +12,8 @@ import torch
 
 from nbaccel.base.events import Memory, Metric
 from nbaccel.base.hardware import Gpu, MemoryInfo as HostMemory, Survey
-from nbaccel.notebook.memory_report import Held, Processes, RankMemory, held_by_names, memory_report
+from nbaccel.features.reports.memory_report import Held, Processes, held_by_names, memory_report
+from nbaccel.notebook.rank_memory import RankMemory
 
 SURVEY = Survey(
     gpus=(Gpu(0, "GPU-a", "Tesla T4", 15_800_000_000, 2_100_000_000, processes=((7, 1_200_000_000), (8, None))),),

@@ -14,18 +14,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nbaccel.base.events import Event, Listener, Memory
+from nbaccel.base.events import Memory
 from nbaccel.base.gpu_driver import is_holder
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.base.quantities import amount
 from nbaccel.namespace.nbytes import sizes_of
+from nbaccel.notebook.rank_memory import RankMemory
 
 __all__ = [
     "Held",
     "Processes",
-    "RankMemory",
     "held_by_names",
     "memory_report",
+    "report_of_memory",
 ]
 
 _MOST_NAMES = 12
@@ -43,26 +44,6 @@ class Held(NamedTuple):
     name: str
     bytes: int
     device: str = "cpu"
-
-
-class RankMemory(Listener):
-    """The latest memory report of each rank of the present run, or else of the last one."""
-
-    def __init__(self) -> None:
-        self.latest: dict[int, Memory] = {}
-        self.cell = ""
-
-    def begin(self, cell: str) -> None:
-        """Begin a new run, of `cell`: the ranks of the previous one do not count any more."""
-        self.latest = {}
-        self.cell = cell
-
-    def feed(self, rank: int, at: float, event: Event) -> None:
-        if isinstance(event, Memory):
-            self.latest[rank] = event
-
-    def tick(self, now: float) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +78,19 @@ class Processes:
         there = {pid: size for pid, size in sizes.items() if size is not None}
         ours = {what: there.pop(pid) for pid, what in helpers.items() if pid in there}
         return cls(kernel.pid, kernel.memory_info().rss, sum(there.values()), len(there), _bytes_on_devices(), ours)
+
+
+def report_of_memory(
+    survey: Survey, helpers: Mapping[int, str], ranks: RankMemory, names: Mapping[str, Any], *, are_gone: bool
+) -> str:
+    """Measure the processes and the notebook's names, and return the report.
+
+    Args:
+        helpers: Purposes of the project's processes, by process id.
+        names: The notebook's variables.
+        are_gone: The run of `ranks` is over, and no process of it is left.
+    """
+    return memory_report(survey, Processes.now(helpers), ranks, held_by_names(names), are_gone=are_gone)
 
 
 def memory_report(

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from nbaccel.base.asking_cuda import CudaAnswer
 from nbaccel.base.forkable import AUTOGRAD_HAS_THREADS, CUDA_IS_INITIALISED
 from nbaccel.base.hardware import MemoryInfo, Platform, Survey
 from nbaccel.base.storage import Storage
-from nbaccel.launching.doctor import MachineFacts, report
+from nbaccel.features.reports.doctor import MachineFacts, report
 from nbaccel.launching.gpu_trouble import TorchBuild
 
 SURVEY = Survey(
@@ -240,7 +241,8 @@ def test_asking_is_quick_imports_no_torch_and_tells_no_secret(monkeypatch: pytes
 @pytest.mark.slow
 def test_a_process_that_imported_torch_without_using_cuda_has_not_initialised_it() -> None:
     code = (
-        "import torch; from nbaccel.base.hardware import Survey; from nbaccel.launching.doctor import MachineFacts;"
+        "import torch; from nbaccel.base.hardware import Survey;"
+        "from nbaccel.features.reports.doctor import MachineFacts;"
         "facts = MachineFacts.of_this_process(Survey()); print(facts.torch_is_imported, facts.why_forks_fail)"
     )
     result = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
@@ -253,3 +255,9 @@ def test_a_batch_run_is_told_the_time_limit_that_saves_it() -> None:
         "session   ends after about 12 h: --checkpoint-every 10min --time-limit 11h30m ends a run well before" in batch
     )
     assert "session " not in report(replace(SURVEY, platform=Platform.JUPYTER), FACTS)
+
+
+def test_the_doctor_reports(planned: Any) -> None:
+    report = planned.run("%accelerate doctor").stdout
+    assert "CUDA      not initialised in this process" in report
+    assert "CPU       4 usable cores" in report

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from nbaccel.errors import CannotSend, RanksFailed
+from nbaccel.features.reports.why import why_report
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
 from nbaccel.launching.ipc.spec import FunctionTask
 from nbaccel.launching.processes.rank_results import RankResults
-from nbaccel.notebook.why import why_report
 
 MISMATCH = """%%accelerate --cpu -n 2
 import torch
