@@ -59,9 +59,11 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     )
     from nbaccel.features.big_models.model_hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from nbaccel.features.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from nbaccel.features.local_sgd.averaged_models import LocalSGD as LocalSGD
     from nbaccel.features.map.map_items import map as map
     from nbaccel.features.retry import find_executable_batch_size as find_executable_batch_size
     from nbaccel.features.runs.runs import Runs as Runs
+    from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from nbaccel.features.sweep.sweep import sweep as sweep
     from nbaccel.launching.accelerate_launchers import (
         debug_launcher as debug_launcher,
@@ -85,7 +87,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         set_seed as set_seed,
         synchronize_rng_states as synchronize_rng_states,
     )
-    from nbaccel.train.local_sgd import LocalSGD as LocalSGD
     from nbaccel.train.oom.memory import free_memory as free_memory
     from nbaccel.train.step.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
     from nbaccel.train.step.kwargs_handlers import (
@@ -96,7 +97,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         InitProcessGroupKwargs as InitProcessGroupKwargs,
         ProfileKwargs as ProfileKwargs,
     )
-    from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 
     last_run: Run | None
     runs: Runs
@@ -122,13 +122,13 @@ _HOME = {
     "DeepSpeedPlugin": "nbaccel.features.deepspeed.plugin",
     "DistributedDataParallelKwargs": "nbaccel.train.step.kwargs_handlers",
     "DistributedType": "nbaccel.train.distributed.process_control",
-    "FullyShardedDataParallelPlugin": "nbaccel.train.strategies.fsdp_options",
+    "FullyShardedDataParallelPlugin": "nbaccel.features.sharded.fsdp_options",
     "GeneralTracker": "nbaccel.base.tracking",
     "GradScalerKwargs": "nbaccel.train.step.kwargs_handlers",
     "GradientAccumulationPlugin": "nbaccel.train.step.accumulation",
     "InitProcessGroupKwargs": "nbaccel.train.step.kwargs_handlers",
     "LaunchRefused": "nbaccel.errors",
-    "LocalSGD": "nbaccel.train.local_sgd",
+    "LocalSGD": "nbaccel.features.local_sgd.averaged_models",
     "NbaccelError": "nbaccel.errors",
     "NestedLaunch": "nbaccel.errors",
     "NoBatchSizeFits": "nbaccel.errors",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.train.local_sgd import LocalSGD
+from nbaccel.features import shown_by
 
 __all__ = ["LocalSGD"]
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")
+
+with shown_by(__name__):
+    from nbaccel.features.local_sgd.averaged_models import LocalSGD

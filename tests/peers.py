@@ -16,7 +16,7 @@ _OURS = {
     "DistributedDataParallelKwargs": "nbaccel.train.step.kwargs_handlers",
     "GradScalerKwargs": "nbaccel.train.step.kwargs_handlers",
     "GradientAccumulationPlugin": "nbaccel.train.step.accumulation",
-    "LocalSGD": "nbaccel.train.local_sgd",
+    "LocalSGD": "nbaccel.features.local_sgd.averaged_models",
     "ProfileKwargs": "nbaccel.train.step.kwargs_handlers",
 }
 _THEIRS = {"LocalSGD": "accelerate.local_sgd"}

@@ -74,7 +74,6 @@ from nbaccel.train.step.kwargs_handlers import (
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.step.raw_loop_hooks import step_back, step_under_way
 from nbaccel.train.step.recompute import recompute_activations
-from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
 from nbaccel.train.strategies.single import plainly_named
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 
@@ -83,6 +82,7 @@ if TYPE_CHECKING:
     from nbaccel.features.batch_size.planner import BatchSizePlanner
     from nbaccel.features.map import Answers
     from nbaccel.features.micro_batches.forward_backward import StepRecovery
+    from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin
     from nbaccel.train.oom.memory.meters import PeakGauge
 
 __all__ = ["Accelerator"]

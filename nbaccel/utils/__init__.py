@@ -27,7 +27,6 @@ from nbaccel.train.step.kwargs_handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
 from nbaccel.utils.dataclasses import PrecisionType
 from nbaccel.utils.imports import (
     is_bf16_available,
@@ -154,9 +153,20 @@ __getattr__ = missing_from(
     "nbaccel.train.step.kwargs_handlers",
     "nbaccel.train.distributed.partial_state",
     "nbaccel.train.prepare.contexts",
-    "nbaccel.train.strategies.fsdp_options",
-    inside=("constants", "imports", "memory", "operations", "other", "modeling", "offload", "bnb", "deepspeed"),
+    inside=(
+        "constants",
+        "imports",
+        "memory",
+        "operations",
+        "other",
+        "modeling",
+        "offload",
+        "bnb",
+        "deepspeed",
+        "fsdp_utils",
+    ),
 )
 
 with shown_by(__name__):
     from nbaccel.features.retry import find_executable_batch_size
+    from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin

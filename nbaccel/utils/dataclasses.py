@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from nbaccel.base.missing_names import missing_from
 from nbaccel.base.tracking import LoggerType
+from nbaccel.features import shown_by
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed.process_control import DistributedType
@@ -21,7 +22,6 @@ from nbaccel.train.step.kwargs_handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
 
 __all__ = [
     "AutocastKwargs",
@@ -62,3 +62,6 @@ class PrecisionType(StrEnum):
 
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")
+
+with shown_by(__name__):
+    from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin

@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel import Accelerator, find_executable_batch_size
 from nbaccel.errors import NotPrepared
+from nbaccel.local_sgd import LocalSGD
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.store_exchange import StoreExchange
-from nbaccel.train.local_sgd import LocalSGD
 from nbaccel.train.prepare.unaveraged import OtherOptimizers
 from nbaccel.train.strategies import Strategy
 from nbaccel.utils import DistributedDataParallelKwargs

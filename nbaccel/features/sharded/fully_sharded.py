@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from nbaccel.base.quantised import is_quantised_tensor
 from nbaccel.base.world import World
 from nbaccel.errors import CannotSplit
+from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin
 from nbaccel.features.sharded.groups import BY_CLASS, GroupPolicy, choose_groups, ignored
 from nbaccel.features.sharded.joint_calls import HOOK_IS_LOST, evaluation_hook, show_shards, treat_as_whole
 from nbaccel.features.sharded.recovery import abandon, move_to_groups, why_not
@@ -33,7 +34,6 @@ from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
-from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
 from nbaccel.train.strategies.replicated import living_modules
 from nbaccel.train.strategies.single import INSTEAD, Strategy, gradients_of, is_parallel, is_sharded, without_compile
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset, TensorDataset
 
 from nbaccel import Accelerator
+from nbaccel.local_sgd import LocalSGD
 from nbaccel.testing import run_ranks
 from nbaccel.train.data.unprepared import contents
-from nbaccel.train.local_sgd import LocalSGD
 
 DATA = TensorDataset(torch.arange(16.0)[:, None])
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nbaccel import Accelerator
+from nbaccel.features.local_sgd import averaged_models as local_sgd
+from nbaccel.local_sgd import LocalSGD
 from nbaccel.testing import run_ranks
-from nbaccel.train import local_sgd
-from nbaccel.train.local_sgd import LocalSGD
 from peers import toolkit
 from shortages import Collected
 
