@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from train.raw_loop.test_accumulated_loops import MORE_BY_HAND, REFUSED as REFUSED_WITH_BATCHES, STEPS
 
 from features.loop_flags.by_hand import accumulated_by_hand
 from features.loop_flags.half_by_hand import half_by_hand
+from features.loop_flags.test_accumulated_loops import MORE_BY_HAND, REFUSED as REFUSED_WITH_BATCHES, STEPS
 from nbaccel.base.settings import RunSettings
 from train.raw_loop.in_turn import SOME, End, in_groups, in_ranks, watched
 from train.raw_loop.loops import LOOPS, Loop, Values
