@@ -30,7 +30,7 @@ from nbaccel.base.world import RUN_FOLDER, World
 from nbaccel.errors import LaunchRefused
 from nbaccel.features.cluster.frames import Frame, FrameReader, FrameWriter, pieces_of, read_some
 from nbaccel.features.cluster.mirrored_lines import MirroredLines
-from nbaccel.features.cluster.node_environment import be_quiet, known_address, own_environment
+from nbaccel.features.cluster.node_environment import be_quiet, known_address, own_environment, share_hashes
 from nbaccel.features.cluster.routes import address_towards, interface_of
 from nbaccel.launching.ipc.channel import Channel
 from nbaccel.launching.ipc.control import ControlPage
@@ -578,6 +578,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     # Its store warns of each peer whose address has no name.
     be_quiet()
+    share_hashes()
     read_fd, write_fd = os.dup(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)

@@ -17,6 +17,7 @@ __all__ = [
     "known_address",
     "own_environment",
     "ray_cluster",
+    "share_hashes",
     "slurm_nodes",
     "ssh_words",
     "ways_to_nodes",
@@ -72,6 +73,11 @@ def be_quiet() -> None:
     """Choose what nobody has: that torch's store is silent of peers without a name, and that Ray reports no usage."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def share_hashes() -> None:
+    """Choose the seed of hashes of Pythons that this one starts: those of all nodes go through sets in one order."""
+    os.environ.setdefault("PYTHONHASHSEED", "0")
 
 
 def ways_to_nodes() -> str:

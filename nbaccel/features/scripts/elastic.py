@@ -1,8 +1,9 @@
 """Run a script in every rank of one or several machines by torch elastic. Runs in the process of `nbaccel launch`.
 
 torch elastic, the engine of torchrun, starts the ranks, watches them, and ends all of them when one fails. This module
-adds the values that a person would otherwise have to find: devices, settings, CPU threads, the network interface, and
-on one machine a rendezvous that no other machine can reach. Nothing here knows notebooks.
+adds the values that a person would otherwise have to find: devices, settings, CPU threads, the network interface, one
+seed of hashes for the ranks of all machines, and on one machine a rendezvous that no other machine can reach. Nothing
+here knows notebooks.
 
 Reasons: docs/design/several-machines.md
 """
@@ -172,6 +173,7 @@ class Elastic:
             "OMP_NUM_THREADS": str(self.threads),
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
+            "PYTHONHASHSEED": "0",  # or each rank would go through a set of strings in an order of its own
         }
         wanted = {**defaults, **os.environ, **self.environ}
         return {name: wanted[name] for name in (*defaults, *self.environ)}

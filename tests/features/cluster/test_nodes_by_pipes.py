@@ -53,6 +53,15 @@ def test_four_ranks_on_two_nodes_meet_and_their_values_come_back(nodes: Callable
     assert nodes(_where, 10).values == [(0, 0, 2, 0, 60), (1, 1, 2, 0, 60), (2, 0, 2, 1, 60), (3, 1, 2, 1, 60)]
 
 
+def _numbered() -> list[str]:
+    return list({"cat", "dog", "bird", "fish", "cow", "pig"})
+
+
+def test_ranks_of_all_nodes_go_through_a_set_in_one_order(nodes: Callable[..., Any]) -> None:
+    first, *others = nodes(_numbered).values
+    assert others == [first] * 3
+
+
 def _fails() -> None:
     accelerator = Accelerator(cpu=True)
     if accelerator.process_index == 3:

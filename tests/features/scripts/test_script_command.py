@@ -48,6 +48,7 @@ facts = {
     "arguments": sys.argv[1:],
     "weights": weights,
     "listening": sorted(listening),
+    "numbered": list({"cat", "dog", "bird", "fish", "cow", "pig"}),
 }
 sys.stdout.write(json.dumps(facts) + "\\n")
 sys.stdout.flush()
@@ -59,6 +60,7 @@ sys.exit(int(os.environ["RANK"]) * 7)
 def launch(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "import sys; from nbaccel.cli import main; sys.exit(main())", "launch", *words]
     env = {**os.environ, "PYTHONPATH": os.getcwd(), **environ}
+    env.pop("PYTHONHASHSEED", None)
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
 
 
@@ -82,6 +84,7 @@ def test_two_ranks_train_agree_and_follow_flags_over_the_file(tmp_path: Path) ->
     assert [facts["world"] for facts in by_rank] == [[0, 2], [1, 2]]
     assert by_rank[0]["weights"] == by_rank[1]["weights"]
     assert len(set(by_rank[0]["weights"])) == 1
+    assert by_rank[0]["numbered"] == by_rank[1]["numbered"]  # 720 orders, if each process has hashes of its own
     for facts in by_rank:
         assert (facts["precision"], facts["accumulate"]) == ("bf16", 2)
         assert facts["arguments"] == ["-n", "5", "--resume"]
@@ -155,8 +158,13 @@ def test_what_the_shell_says_about_threads_and_interfaces_holds(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "11")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    settings = "OMP_NUM_THREADS=11 GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=lo PYTHONHASHSEED="
     assert main(["launch", "--dry-run", "train.py"]) == 0
-    assert capsys.readouterr().out.startswith("OMP_NUM_THREADS=11 GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=lo ")
+    assert capsys.readouterr().out.startswith(f"{settings}0 ")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert main(["launch", "--dry-run", "train.py"]) == 0
+    assert capsys.readouterr().out.startswith(f"{settings}7 ")
 
 
 def test_several_machines_get_the_interface_of_the_route(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
