@@ -7,7 +7,6 @@ weights that differ between ranks, running statistics, windows of accumulation, 
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -159,20 +158,13 @@ class FullySharded(Strategy):
         return options
 
     def _compare(self, model: Module) -> None:
-        """Refuse what would make ranks wait for each other for ever, or mix rows of different parameters. Collective.
+        """Refuse what would make ranks wait for each other for ever; that the models are alike is known. Collective.
 
         Raises:
-            CollectiveMismatch: The ranks' models differ.
             ValueError: Rank 0 has no weights, on every rank.
         """
-        lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         missing = next((name for name, parameter in model.named_parameters() if parameter.is_meta), "")
-        collectives = self._collectives
-        collectives.agree(
-            f"prepare {type(model).__name__} of {len(lines)} parameters, whose names, shapes and types make {digest}"
-        )
-        if in_main := collectives.announce(f"prepare {type(model).__name__}, weights of rank 0", missing)[0]:
+        if in_main := self._collectives.announce(f"prepare {type(model).__name__}, weights of rank 0", missing)[0]:
             raise ValueError(
                 f"{in_main} of {type(model).__name__} is on the meta device in rank 0, whose weights all ranks get: "
                 "load them there before prepare; the other ranks may have a model without weights"

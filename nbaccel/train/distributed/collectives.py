@@ -110,8 +110,13 @@ class Collectives:
         """
         return [text]
 
-    def agree(self, call: str) -> None:
+    def agree(self, call: str, details: str = "", tensors: Mapping[str, Tensor] | None = None) -> None:
         """Wait until every rank is about to make the same `call`; for calls in which torch itself would wait for ever.
+
+        Args:
+            details: More words on the call, which have to be equal too.
+            tensors: By name, those that torch is about to exchange: their names, types and shapes have to be equal, in
+                this order. Where they differ and the call has `details`, they are named.
 
         Raises:
             CollectiveMismatch: The ranks are about to do different things.
@@ -296,8 +301,16 @@ class GroupCollectives(Collectives):
         return self._fingerprints.exchange(text)
 
     @_entire
-    def agree(self, call: str) -> None:
-        self._check(call, always=True)
+    def agree(self, call: str, details: str = "", tensors: Mapping[str, Tensor] | None = None) -> None:
+        mine = [f"{name} {_describe(tensor, Shape.ALL)}" for name, tensor in (tensors or {}).items()]
+        texts = self._fingerprints.unlike(f"{call} {details}".rstrip(), "\n".join(mine))
+        if not texts:
+            return
+        if not details or not all(text.startswith(f"{call} ") for text in texts):
+            raise CollectiveMismatch(self._fingerprints.mismatch(texts))
+        # Then all ranks are here, since each of them has read these texts.
+        everyones: list[list[str]] = self.gather_objects([mine], call)
+        raise CollectiveMismatch(self._fingerprints.mismatch(texts, _unlike(everyones)))
 
     @_entire
     def barrier(self) -> None:
@@ -436,6 +449,7 @@ def _as_tensor(data: bytes) -> Tensor:
 CHECKED_CALLS = 16
 """Number of calls of a group that are compared without debug mode."""
 
+_SHOWN = 4
 _TEXT_BYTES = 512
 _DIGEST_BYTES = 8
 
@@ -484,13 +498,20 @@ class Fingerprints:
         self.enter(operation, is_compared)
         if not is_compared:
             return False
-        mine = operation if value is None else f"{operation} {_describe(value, shape)}"
+        if texts := self._compare(operation if value is None else f"{operation} {_describe(value, shape)}"):
+            raise CollectiveMismatch(self.mismatch(texts))
+        return True
+
+    def unlike(self, operation: str, beyond: str) -> list[str]:
+        """Enter a collective; return every rank's words for it if they differ, or `beyond` does; else nothing."""
+        self.enter(operation, is_compared=True)
+        return self._compare(operation, beyond)
+
+    def _compare(self, mine: str, beyond: str = "") -> list[str]:
         for each in self._told:
             each.call = mine
-        everyone = self._exchange(mine)
-        if any(theirs != everyone[0] for theirs in everyone):
-            raise CollectiveMismatch(self._mismatch([text for text, _ in everyone]))
-        return True
+        everyone = self._exchange(mine, beyond)
+        return [text for text, _ in everyone] if any(theirs != everyone[0] for theirs in everyone) else []
 
     def enter(self, operation: str, is_compared: bool = False) -> None:
         """Count a collective."""
@@ -504,25 +525,54 @@ class Fingerprints:
         """Return every rank's text, cut to half a kilobyte."""
         return [said for said, _ in self._exchange(text)]
 
-    def _exchange(self, text: str) -> list[tuple[str, bytes]]:
-        """Return every rank's text: its beginning, and a digest of the whole text."""
+    def _exchange(self, text: str, beyond: str = "") -> list[tuple[str, bytes]]:
+        """Return every rank's text: its beginning, and a digest of the whole text and of what is `beyond` it."""
         data = text.encode()
-        digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+        digest = hashlib.blake2b(data + beyond.encode(), digest_size=_DIGEST_BYTES).digest()
         shown = data[: _TEXT_BYTES - _DIGEST_BYTES].ljust(_TEXT_BYTES - _DIGEST_BYTES)
         said = torch.frombuffer(bytearray(digest + shown), dtype=torch.uint8)
         rows = [row.tobytes() for row in self._transport.read_all(said).numpy()]
         return [(row[_DIGEST_BYTES:].decode(errors="replace").rstrip(), row[:_DIGEST_BYTES]) for row in rows]
 
-    def _mismatch(self, texts: list[str]) -> str:
+    def mismatch(self, texts: list[str], why: str = "") -> str:
+        """Return the error for ranks that meet with these words.
+
+        Args:
+            why: How they differ, as sentences; by default what most often is the reason.
+        """
         # A rank in an exchange that is not compared, such as a sum of gradients, has sent numbers instead of a text.
         said = [text if text.isprintable() else "an exchange of numbers, such as gradients" for text in texts]
         sides = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
         return (
             f"the ranks met in different collectives (call {self._transport.calls} of this process group); nothing was "
-            f"exchanged.\n{sides}\n  Every rank must make the same call with the same shapes. For first dimensions "
-            "that differ call accelerator.pad_across_processes first; a call under `if is_main_process` belongs "
-            "outside of it."
+            f"exchanged.\n{sides}\n  "
+            + (
+                why
+                or "Every rank must make the same call with the same shapes. For first dimensions that differ call "
+                "accelerator.pad_across_processes first; a call under `if is_main_process` belongs outside of it."
+            )
         )
+
+
+def _unlike(everyones: Sequence[Sequence[str]]) -> str:
+    """Return how the tensors of the ranks differ, as sentences; empty if they do not."""
+    common = set(everyones[0]).intersection(*everyones[1:])
+    own = [[entry for entry in entries if entry not in common] for entries in everyones]
+    parts = [
+        f"Rank {rank} has {', '.join(entries[:_SHOWN])}"
+        f"{f' and {len(entries) - _SHOWN} more' * (len(entries) > _SHOWN)}, which not all ranks have."
+        for rank, entries in enumerate(own)
+        if entries
+    ]
+    if not parts:
+        at = next((at for at, row in enumerate(zip(*everyones, strict=True)) if len(set(row)) > 1), None)
+        if at is None:
+            return ""
+        parts = [f"They have the same tensors in another order, from the {at + 1}. on: {everyones[0][at]} in rank 0."]
+    return (
+        f"{' '.join(parts)} Build the same model in every rank: torch exchanges parameters and buffers by their "
+        "places, and no `if is_main_process` may add, freeze or cast one."
+    )
 
 
 def _describe(value: Any, shape: Shape) -> str:

@@ -5,12 +5,14 @@ Another module prepares each kind; this one decides only the order, and calls th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -26,7 +28,7 @@ from nbaccel.train.prepare.optimizer import Guard, PreparedOptimizer, PreparedSc
 from nbaccel.train.prepare.prepared import remembered
 from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.precision import restore_forward
-from nbaccel.train.strategies.single import is_sharded
+from nbaccel.train.strategies.single import IGNORED, is_parallel, is_sharded, waiting_names
 
 __all__ = [
     "Preparer",
@@ -123,7 +125,9 @@ class Preparer:
             base = base_of(model) if context.strategy.has_peers else frozenset()
             quantised = f", with a quantised base of {len(base)} tensors" if base else ""
             context.collectives.agree(
-                f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters{quantised}"
+                f"prepare {type(model).__name__}",
+                f"of {len(list(model.parameters()))} parameters{quantised}",
+                self._exchanged(model, base),
             )
             self._agree_on_names()
             if base:  # on every rank then
@@ -139,6 +143,26 @@ class Preparer:
             watch_loaders(context.world, context.accumulation)
             self._look_at_other_optimizers()
         return [prepared.get(id(model), model) for model, _ in models]
+
+    def _exchanged(self, model: Module, base: Collection[str]) -> dict[str, Tensor]:
+        """Return what the strategy exchanges of `model` between ranks, by kind and name."""
+        strategy = self._context.strategy
+        if not strategy.has_peers or is_parallel(model):
+            return {}
+        left_out = {*base, *waiting_names(model), *getattr(model, IGNORED, ())}
+        trained = {
+            f"{'parameter' if parameter.requires_grad else 'frozen parameter'} {name}": parameter
+            for name, parameter in model.named_parameters()
+            if name not in left_out and not is_lazy(parameter)  # which torch refuses itself
+        }
+        if not strategy.forwards_are_collective and not any(each.requires_grad for each in trained.values()):
+            return {}  # it stays as it is in each rank
+        buffers = {
+            f"buffer {name}": buffer
+            for name, buffer in model.named_buffers()
+            if name not in left_out and not is_lazy(buffer)
+        }
+        return trained | buffers
 
     def _look_at_other_optimizers(self) -> None:
         """Have the steps of optimizers that are not prepared looked at, since they may step what is prepared."""

@@ -23,13 +23,9 @@ from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import DDPCommunicationHookType
 from nbaccel.train.strategies.ddp_options import explain_twice_ready, explain_unused
-from nbaccel.train.strategies.single import Strategy, is_parallel, lendable, waiting_names, without_compile
+from nbaccel.train.strategies.single import IGNORED, Strategy, is_parallel, lendable, waiting_names, without_compile
 
 __all__ = ["Reduction", "Replica", "Replicated", "living_modules"]
-
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute by which torch's DDP is told what it leaves out."""
-
 
 _NOT_ANNOUNCED = "not announced"
 """A doubt of `Reduction`: a backward that should have synchronised came from no forward of the model."""
@@ -449,14 +445,14 @@ def _ignored(model: Module, names: Collection[str]) -> Iterator[None]:
     if not names:
         yield
         return
-    before = getattr(model, _IGNORED, ())
-    setattr(model, _IGNORED, {*before, *names})
+    before = getattr(model, IGNORED, ())
+    setattr(model, IGNORED, {*before, *names})
     try:
         yield
     finally:
-        delattr(model, _IGNORED)
+        delattr(model, IGNORED)
         if before:
-            setattr(model, _IGNORED, before)
+            setattr(model, IGNORED, before)
 
 
 class _NoReduce:

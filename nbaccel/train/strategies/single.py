@@ -27,6 +27,7 @@ from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision, Taken, make_precision
 
 __all__ = [
+    "IGNORED",
     "INSTEAD",
     "Strategy",
     "gradients_of",
@@ -38,6 +39,9 @@ __all__ = [
     "waiting_names",
     "without_compile",
 ]
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute by which torch's DDP is told what it leaves out."""
 
 _COMPILED = "_orig_mod"
 """The name under which ``torch.compile``'s wrapper has the module."""

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -525,6 +526,68 @@ def _prepares_another_model() -> str:
 def test_ranks_that_prepare_different_models_hear_of_it_however_late() -> None:
     for message in run_ranks(2, _prepares_another_model):
         assert "  rank 0: prepare Linear of 2 parameters\n  rank 1: prepare Linear of 1 parameters" in message
+        assert "Rank 0 has parameter bias float32[1], which not all ranks have." in message
+
+
+def _has_a_buffer_of_its_own(net: torch.nn.Module) -> None:
+    net.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+
+
+def _has_a_larger_buffer(net: torch.nn.Module) -> None:
+    net[1].running_mean = torch.zeros(5)
+
+
+def _freezes_one(net: torch.nn.Module) -> None:
+    net[0].bias.requires_grad_(False)
+
+
+def _casts_one(net: torch.nn.Module) -> None:
+    net[0].double()
+
+
+def _has_another_order(net: torch.nn.Module) -> None:
+    net[0].weight = net[0]._parameters.pop("weight")
+
+
+UNLIKE: dict[Callable[[torch.nn.Module], None], str] = {
+    _has_a_buffer_of_its_own: "Rank 0 has buffer seen float64[3], which not all ranks have. Build the same model",
+    _has_a_larger_buffer: "Rank 0 has buffer 1.running_mean float32[5], which not all ranks have. Rank 1 has buffer",
+    _freezes_one: "Rank 0 has frozen parameter 0.bias float32[4], which not all ranks have. Rank 1 has parameter",
+    _casts_one: "Rank 0 has parameter 0.weight float64[4, 4], parameter 0.bias float64[4], which not all ranks have.",
+    _has_another_order: "They have the same tensors in another order, from the 1. on: parameter 0.bias float32[4] in",
+}
+
+
+def _prepares_an_unlike_model(change: Callable[[torch.nn.Module], None], strategy: str) -> str:
+    accelerator = Accelerator(strategy=strategy)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    if accelerator.is_main_process:
+        change(net)
+    with pytest.raises(CollectiveMismatch) as caught:
+        accelerator.prepare(net)
+    accelerator.prepare(torch.nn.Linear(1, 1))  # nothing was exchanged
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("change", UNLIKE)
+def test_what_models_of_the_ranks_have_unlike_is_named_before_torch_exchanges_it(
+    change: Callable[[torch.nn.Module], None], strategy: str
+) -> None:
+    """A buffer that one rank alone has would end the other process by SIGABRT, in gloo."""
+    for message in run_ranks(2, _prepares_an_unlike_model, change, strategy):
+        assert UNLIKE[change] in message
+
+
+def _prepares_a_frozen_model_with_a_buffer_of_its_own() -> int:
+    accelerator = Accelerator()
+    net = torch.nn.Linear(1, 1).requires_grad_(False)
+    net.register_buffer("own", torch.zeros(1 + accelerator.process_index))
+    return len(accelerator.prepare(net).own)
+
+
+def test_a_model_that_nothing_is_exchanged_of_may_differ() -> None:
+    assert run_ranks(2, _prepares_a_frozen_model_with_a_buffer_of_its_own) == [1, 2]
 
 
 class Lost:
