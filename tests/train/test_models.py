@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from nbaccel import Accelerator
@@ -181,6 +182,32 @@ def test_a_parameter_that_is_ready_twice_is_named_with_the_remedy_and_the_remedy
         assert "use_reentrant=False" in message
         assert "DistributedDataParallelKwargs(static_graph=True)" in message
     assert run_ranks(2, _reentrant, True) == ["fine", "fine"]
+
+
+def _prunes_for_good(others: bool) -> list[list[float]]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).double()
+    if others:
+        net.register_buffer("other", torch.zeros(1))
+    prune.l1_unstructured(net[0], "weight", 0.3)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    x = torch.randn(4, 4, dtype=torch.float64).chunk(accelerator.num_processes)[accelerator.process_index]
+    for step in range(4):
+        if step == 2:
+            prune.remove(net[0], "weight")
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.flatten().tolist() for value in net.state_dict().values()]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_pruned_model_whose_masks_are_removed_trains_on_as_in_one_process(others: bool) -> None:
+    alone = run_ranks(1, _prunes_for_good, others)[0]
+    for values in run_ranks(2, _prunes_for_good, others):
+        for value, expected in zip(values, alone, strict=True):
+            assert value == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_other_errors_of_the_forward_come_through_as_they_are() -> None:

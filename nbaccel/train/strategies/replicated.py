@@ -171,6 +171,14 @@ class Replica(DistributedDataParallel):
                 raise
             raise explained from error
 
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """Exchange buffers as DDP does, if the model still has some: with none torch asserts by an internal error.
+
+        `prune.remove` takes the mask, and leaves the parameter, which the reducer knows, under another name.
+        """
+        if self.modules_buffers:
+            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
+
     def no_sync(self) -> Any:
         """Return DDP's own, without an effect for a static graph.
 
