@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from nbaccel.base.world import World
 from nbaccel.errors import CannotSplit
@@ -45,7 +45,8 @@ class Shard(Iterable[Any]):
     """One rank's share of an iterable of batches.
 
     In rounds of one batch per rank, rank r takes batches r, r + n, r + 2n, ...; with `split` every batch is cut into n
-    equal parts instead. In the last, incomplete round
+    equal parts instead, and a short one before the end into parts that differ by one sample. In the last, incomplete
+    round
       - `drop_last` drops it;
       - `even` fills it up with the epoch's first samples, so that every rank has equally many full batches;
         `remainder` then says how many samples of that round were real (they come first);
@@ -83,7 +84,11 @@ class Shard(Iterable[Any]):
     @property
     def may_be_uneven(self) -> bool:
         """True if ranks may hold batches of different sizes at the same time."""
-        return self.batch_size is None or not (self.even or self.drop_last)
+        return self.batch_size is None or not (self.even or self.drop_last) or (self.split and self._may_be_short())
+
+    def _may_be_short(self) -> bool:
+        """Return whether a batch may be short, or long, with others after it."""
+        return type(getattr(self.batches, "given", self.batches)) is not BatchSampler
 
     def __len__(self) -> int:
         """Return how many batches this rank gets; TypeError where the batches themselves have no length."""
@@ -165,7 +170,7 @@ class Shard(Iterable[Any]):
         """
         if is_last and not self._is_complete(members):
             return self._last_parts(members, first)[rank]
-        return self._piece(members[0], rank) if self.split else self._whole(members[rank])
+        return self._portion(members[0], first, rank) if self.split else self._whole(members[rank])
 
     def _last_parts(self, members: list[Any], first: list[Any]) -> list[Any]:
         """Return the share of each rank of an incomplete round."""
@@ -227,6 +232,27 @@ class Shard(Iterable[Any]):
         if size is not None and size <= length * rank:
             return NOTHING
         return self._cut([batch], length * rank, length * (rank + 1))
+
+    def _portion(self, batch: Any, first: list[Any], rank: int) -> Any:
+        """Return the part of a rank of a batch after which others come: every rank takes part in every round.
+
+        Worker processes of a stream each end with a short batch, and a program's own batches may have any size.
+        """
+        size = self._size(batch)
+        if size is None or size == self.batch_size:
+            return self._piece(batch, rank)
+        if size < self.world_size:
+            parts = self._filled_up([batch], first, size, self.world_size)
+            if self.rank == 0:
+                warn_user(
+                    f"split_batches: a batch of {size} sample(s) before the end of an epoch is dealt to "
+                    f"{self.world_size} ranks, so the first sample(s) of the epoch fill it up, which "
+                    "gather_for_metrics counts twice. With one worker process, or none, a stream has no such batches."
+                )
+            return self._cut(parts, rank, rank + 1)
+        least, more = divmod(size, self.world_size)
+        begin = least * rank + min(rank, more)
+        return self._cut([batch], begin, begin + least + (rank < more))
 
     def _is_left_out(self, rank: int) -> bool:
         """Return whether, with `split`, the last, short batch is dropped, or ends before the rank's part of it."""
@@ -315,6 +341,9 @@ class StreamShard(Shard):
         )
         self._states = states
         self._name = type(loader.dataset).__name__
+
+    def _may_be_short(self) -> bool:
+        return True  # each worker process ends with one, and a collate_fn may leave samples out
 
     def __iter__(self) -> Iterator[Any]:
         parts = (self.part(*round_, self.rank) for round_ in self.rounds())
