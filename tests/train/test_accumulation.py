@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import pickle
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
+from nbaccel.errors import NotPrepared
 from nbaccel.testing import run_ranks
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin as Rules
 from peers import toolkit
@@ -43,11 +46,107 @@ def test_gradients_synchronise_every_n_batches_and_at_the_end_of_the_loader() ->
     assert _syncs(accelerator, model, loader) == [False, False, False, True, False, True]
 
 
-def test_a_break_leaves_no_state_behind() -> None:
+def test_a_window_that_is_left_continues_in_the_next_loop() -> None:
     accelerator, model, _, loader = _setup(4, 6)
     assert _syncs(accelerator, model, loader, stop_after=2) == [False, False]
     assert accelerator.sync_gradients
+    assert _syncs(accelerator, model, loader) == [False, True, False, False, False, True]
+
+
+def test_a_window_that_is_left_and_whose_gradients_are_cleared_is_over() -> None:
+    accelerator, model, optimizer, loader = _setup(4, 6)
+    assert _syncs(accelerator, model, loader, stop_after=2) == [False, False]
+    optimizer.zero_grad()
     assert _syncs(accelerator, model, loader)[:4] == [False, False, False, True]
+
+
+def _left(way: str, ranks_part: bool = False) -> list[float]:
+    """By how much each step moves a weight: three epochs of six batches, left in a window, whose gradients are 1."""
+    accelerator, model, optimizer, loader = _setup(4, 16 * 2)
+    other = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    part = accelerator.process_index * 2.0 if ranks_part else 1.0
+    weight = accelerator.unwrap_model(model).weight
+    moved: list[float] = []
+
+    def step(batch: Any) -> None:
+        before = weight.item()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean() * part)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            moved.append(before - weight.item())
+        if way == "another model":
+            with accelerator.accumulate(other):
+                accelerator.backward(other(batch).mean())
+
+    for _ in range(3):
+        if way == "islice":
+            for (batch,) in itertools.islice(loader, 6):
+                step(batch)
+        elif way == "zip":
+            for _, (batch,) in zip(range(6), loader):  # noqa: B905  # the loader is left
+                step(batch)
+        elif way == "next":
+            held = iter(loader)
+            for _ in range(6):
+                step(next(held)[0])
+        elif way == "evaluation":
+            for number, (batch,) in enumerate(loader):
+                if number == 6:
+                    break
+                step(batch)
+            with torch.no_grad():
+                list(loader)
+        elif way == "no loader":
+            for number, (batch,) in enumerate(loader):
+                if number == 6:
+                    break
+                step(batch)
+            for _ in range(3):
+                step(torch.ones(1, 1))
+        else:
+            with contextlib.suppress(ZeroDivisionError):
+                for number, (batch,) in enumerate(loader):
+                    if number == 6:
+                        raise ZeroDivisionError
+                    step(batch)
+    return moved
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["islice", "zip", "next", "evaluation", "no loader", "exception", "another model"])
+def test_every_step_has_the_gradients_of_its_own_window(ranks: int, way: str) -> None:
+    for moved in run_ranks(ranks, _left, way):
+        assert moved == pytest.approx([1.0] * (6 if way == "no loader" else 4), abs=1e-6)
+
+
+def test_gradients_of_a_window_that_was_left_are_averaged_too() -> None:
+    """Rank 0 has gradients of 0 and rank 1 of 2: a step moves by their mean."""
+    for moved in run_ranks(2, _left, "exception", True):
+        assert moved == pytest.approx([1.0] * 4, abs=1e-6)
+
+
+@pytest.mark.parametrize("own_part", [False, True])
+def test_a_step_after_a_window_that_was_left_is_refused_where_ranks_differ(own_part: bool) -> None:
+    def in_rank() -> str:
+        accelerator, model, optimizer, loader = _setup(4, 12)
+        for number, (batch,) in enumerate(loader):
+            if number == 2:
+                break
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean() * (1 + own_part * accelerator.process_index))
+                optimizer.step()
+                optimizer.zero_grad()
+        try:
+            optimizer.step()
+        except NotPrepared as error:
+            return str(error)
+        return ""
+
+    for said in run_ranks(2, in_rank):
+        assert ("in a window" in said or "of a window" in said) == own_part
+        assert ("optimizer.zero_grad()" in said) == own_part
 
 
 def test_an_iterator_that_is_still_held_does_not_disturb_the_next_loop() -> None:

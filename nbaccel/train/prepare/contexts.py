@@ -124,7 +124,7 @@ class Accumulating:
         if accumulation.steps != 1 or window.position:
             about = tuple(map(id, self.models))
             if about != window.about:
-                window.turn_to(about)
+                self._turn(window, about)
         self._before = (window.position, window.divisor, window.sync)
         self._factor = window.advance(accumulation.steps)
         self.is_settled = self._factor == 1.0
@@ -167,7 +167,7 @@ class Accumulating:
             self._count_on(window)
         about = tuple(map(id, self.models))
         if about != window.about:
-            window.turn_to(about)
+            self._turn(window, about)
         self._before = (window.position, window.divisor, window.sync)
         self._factor = window.advance(accumulation.steps)
         self.is_settled = self._factor == 1.0 and not self._has_peers
@@ -192,11 +192,30 @@ class Accumulating:
         """Count on `window` from now on; a window that another one began with the same models continues there."""
         accumulation = self._accumulation
         last, accumulation.counted = accumulation.counted, window
-        if accumulation.may_go_on(last) and last.about == tuple(map(id, self.models)):
-            if window.about != last.about:
-                window.turn_to(last.about)
-            window.position, window.divisor, window.is_told = last.position, last.divisor, last.is_told
-            last.position = 0
+        about = tuple(map(id, self.models))
+        if accumulation.may_go_on(last) and last.about == about:
+            if window.about != about:
+                window.turn_to(about)
+            last.hand_over(window)
+        elif accumulation.left:
+            self._turn(window, about)
+
+    def _turn(self, window: Window, about: tuple[int, ...]) -> None:
+        """Count for the models of the block; a window of theirs that a loop has left continues here.
+
+        Unless its gradients were cleared since. All ranks clear theirs, so they decide alike.
+        """
+        if window.about != about:
+            window.turn_to(about)
+        left = self._accumulation.left.pop(about, None)
+        if left is not None and window.position == 0 and self._has_gradients():
+            left.hand_over(window)
+
+    def _has_gradients(self) -> bool:
+        """Return whether there may be gradients of the models of the block; one in shards may keep them elsewhere."""
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        is_visible = bool(parameters) and not self._strategy.saves_together
+        return not is_visible or any(each.grad is not None or hasattr(each, "device_mesh") for each in parameters)
 
     def _hold(self) -> Sequence[AbstractContextManager[Any]]:
         held = []

@@ -41,6 +41,9 @@ _SHOWN = 6
 _IN_A_WINDOW = "in a window"
 """A doubt of `Reduction`: gradients of a batch after which nothing is averaged yet."""
 
+_NOT_ENDED = "in a window that was not ended"
+"""A doubt of `Reduction`: the loop was left in a window."""
+
 _AVERAGE = 'parameter.grad = accelerator.reduce(parameter.grad, "mean")'
 
 
@@ -93,6 +96,8 @@ class UnaveragedGradients:
             if replica is not None:
                 if not is_ours:
                     self._judge_raw(replica)
+                if self._accumulation.left and replica.reduction.is_held and not replica.reduction.doubt:
+                    replica.reduction.doubt = _NOT_ENDED
                 if replica.reduction.doubt:
                     is_in_doubt = True
         for parameter in self._outside:
@@ -230,6 +235,14 @@ class UnaveragedGradients:
                 "This batch only adds to the gradients of its window (gradient_accumulation_steps), and this optimizer "
                 "was not prepared, so it steps in every batch. Prepare it, or step it where "
                 "accelerator.sync_gradients is True.",
+            )
+        if any(replica.reduction.doubt == _NOT_ENDED for replica in doubtful):
+            return self._refusal(
+                found,
+                "They are of a window of gradient_accumulation_steps that was not ended: its loop was left, by `break` "
+                "for one. Step inside of the loop, where accelerator.sync_gradients is True: the next loop continues "
+                "the window. Or drop these gradients, by optimizer.zero_grad(), or average them yourself, before the "
+                f"step:\n    {_AVERAGE}",
             )
         if unused := next(filter(None, map(self._strategy.explain_unfinished, doubtful)), ""):
             return self._refusal(found, unused)

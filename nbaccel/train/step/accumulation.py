@@ -283,6 +283,19 @@ class Window:
             self.position, self.divisor, self.is_told = self._apart.pop(models, (0, 1, False))
         self.about = models
 
+    def begun_for(self) -> list[tuple[int, ...]]:
+        """Return the models, by their ids, of each window that is begun here."""
+        apart = [models for models, (position, *_) in self._apart.items() if position and models != self.about]
+        return [self.about, *apart] if self.position else apart
+
+    def hand_over(self, other: Window) -> None:
+        """Let the window that is begun here for the models of `other` continue there."""
+        if self.about == other.about:
+            other.position, other.divisor, other.is_told = self.position, self.divisor, self.is_told
+            self.position = 0
+        else:
+            other.position, other.divisor, other.is_told = self._apart.pop(other.about)
+
     def weighed(self, divisor: float, in_accumulate: bool) -> float:
         """Return the divisor of the current loss, where that of a whole batch is divided by `divisor`."""
         return divisor
@@ -395,6 +408,8 @@ class Accumulation:
         epoch, epochs: The current epoch, and how many the program has announced; None where it has not.
         backwards: How many backwards have run through `accelerator.backward`.
         is_local: Inside `hold_gradients`, where ranks exchange parameters instead.
+        left: Where a window is begun that its loop has left, by `break` for one, by the ids of its models. Its
+            gradients are where they were, so the next batch of these models continues it.
         rates: The learning rates of the optimizers that step with these windows.
     """
 
@@ -414,6 +429,7 @@ class Accumulation:
         self._open: list[Window] = []
         self._handed_out: list[Window] = []  # those with a batch that the program now uses, the newest one last
         self._left_at: tuple[int, int] | None = None  # the place of the clock where the last loop was left
+        self.left: dict[tuple[int, ...], Window] = {}
         self._carried: dict[Any, int] = {}  # positions of windows that continue in the next epoch, by loader
         self.window = self.outside = self.counted = Window(rules=self.rules)
 
@@ -440,6 +456,7 @@ class Accumulation:
         """Continue `windows`: the iteration that they were given up for is dropped, and its own is still open."""
         self._open[:0] = windows
         self._handed_out[:0] = windows
+        self._is_back(windows)
 
     def take(self, window: Window) -> None:
         """Make `window` current: it hands out a batch, and another window was current, or a block awaits its batch.
@@ -455,6 +472,7 @@ class Accumulation:
             self.window = window
             if window not in self._open:  # it was given up, and continues nevertheless
                 self._open.append(window)
+                self._is_back([window])
             self._handed_out = [one for one in self._handed_out if one is not window] + [window]
 
     def end_of_block(self) -> None:
@@ -513,6 +531,13 @@ class Accumulation:
         self._handed_out = [one for one in self._handed_out if one is not window]
         if not self.rules.sync_with_dataloader and window.source is not None:
             self._carried[window.source] = window.position
+        else:
+            self.left |= dict.fromkeys(window.begun_for(), window)
+
+    def _is_back(self, windows: list[Window]) -> None:
+        """Note that the loops of these windows go on."""
+        if self.left:
+            self.left = {models: window for models, window in self.left.items() if window not in windows}
 
     def enter_backward(self) -> float:
         """Return the divisor for the loss of the backward that follows."""
@@ -541,4 +566,5 @@ class Accumulation:
         self._open.clear()
         self._handed_out.clear()
         self._carried.clear()
+        self.left.clear()
         self.window = self.outside = self.counted = Window(rules=self.rules)

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 
 from nbaccel.base.exchange_time import exchange_clock
 from nbaccel.base.quantised import base_of
+from nbaccel.base.task_end import before_results_leave
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import Gradients
@@ -216,6 +219,11 @@ class Replica(DistributedDataParallel):
         return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "lent_to")}
 
 
+def _drop_held_of(reference: weakref.ref[Replicated]) -> None:
+    if (strategy := reference()) is not None:
+        strategy.drop_held()
+
+
 class Replicated(Strategy):
     """DDP. Also understands DDP modules that the user made, and anything else that has a `no_sync`."""
 
@@ -229,9 +237,25 @@ class Replicated(Strategy):
 
     def setup(self, models: Sequence[Module], optimizers: Sequence[Optimizer], moves: Sequence[bool]) -> list[Module]:
         ready = [self._replicated(model) for model in super().setup(models, optimizers, moves)]
+        if ready and not self.replicas:
+            before_results_leave(*[partial(_drop_held_of, weakref.ref(self))] * 2)
         for model in ready:
             self._watch(without_compile(model))
         return ready
+
+    def drop_held(self) -> None:
+        """Drop gradients of a window that was not ended: nobody has averaged them, and rank 0's would leave the run."""
+        held = [each for reference in self.replicas if (each := reference()) is not None and each.reduction.is_held]
+        dropped = [each for replica in held for each in replica.reduction.parameters if each.grad is not None]
+        for parameter in dropped:
+            parameter.grad = None
+        for replica in held:
+            replica.reduction.is_held = False
+        if dropped and self.world.is_main_process:
+            warn_user(
+                "the run ends within a window of gradient_accumulation_steps, or of no_sync. Its gradients are of "
+                "single ranks, averaged by nobody, so they are dropped: parameter.grad is None."
+            )
 
     def _watch(self, model: Module) -> None:
         """Watch the reductions of `model`, if it is DDP's: ours, or one that the program has made."""
