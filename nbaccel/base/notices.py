@@ -68,8 +68,12 @@ def without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def is_users(filename: str) -> bool:
-    """Return whether code of that file belongs neither to the project nor to a library."""
-    return not filename.startswith(_not_theirs())
+    """Return whether code of that file belongs neither to the project nor to a library, wherever that is installed."""
+    return not filename.startswith(_not_theirs()) and not any(folder in filename for folder in _INSTALLED)
+
+
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Packages lie outside of this Python's own folders too: by `pip install --user`, Debian's, a base environment's."""
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import types
 import weakref
@@ -21,7 +20,7 @@ from typing import Any
 
 from nbaccel.base.notices import is_users
 
-__all__ = ["ObjectsBehind", "is_users_file", "package_of"]
+__all__ = ["ObjectsBehind", "package_of"]
 
 _MOST_OBJECTS = 30_000
 """Number of objects that are looked at: some tens of milliseconds."""
@@ -102,11 +101,6 @@ def package_of(obj: Any) -> str:
     return str(name or "builtins").partition(".")[0]
 
 
-def is_users_file(path: str) -> bool:
-    """Return whether code of that file is the user's; a package that is installed anywhere is not."""
-    return is_users(path) and not any(f"{os.sep}{name}{os.sep}" in path for name in ("site-packages", "dist-packages"))
-
-
 def _leads_on(part: Any) -> bool:
     kind = type(part)
     return part in _CACHED_INTS if kind is int else kind not in _VALUES
@@ -116,7 +110,7 @@ def _is_plain(obj: Any) -> bool:
     """Return whether it is an object of the user's, of torch or of Python itself."""
     kind = type(obj)
     if kind is types.FunctionType:
-        return is_users_file(obj.__code__.co_filename)
+        return is_users(obj.__code__.co_filename)
     return package_of(obj) in _PLAIN or issubclass(kind, types.ModuleType | type) or _is_users_class(kind)
 
 
@@ -133,7 +127,7 @@ def _parts(obj: Any) -> Iterable[Any]:
         return _of_function(obj)
     if issubclass(kind, types.ModuleType):
         file = getattr(obj, "__file__", None)  # those in C have none
-        return list(vars(obj).values()) if type(file) is str and is_users_file(file) else ()
+        return list(vars(obj).values()) if type(file) is str and is_users(file) else ()
     if issubclass(kind, type):
         return list(vars(obj).values()) + list(obj.__bases__) if _is_users_class(obj) else ()
     if issubclass(kind, logging.Logger):  # it knows all others
@@ -155,7 +149,7 @@ def _of_function(function: Any) -> Iterator[Any]:
         yield from gc.get_referents(cell)
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    if is_users_file(function.__code__.co_filename):
+    if is_users(function.__code__.co_filename):
         names = function.__globals__
         yield from (names[name] for name in _names_in(function.__code__) if name in names)
 
@@ -169,9 +163,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _is_users_class(kind: Any) -> bool:
     functions = (value for value in vars(kind).values() if type(value) is types.FunctionType)
-    return package_of(kind) == "__main__" or any(
-        is_users_file(each.__code__.co_filename) for each in islice(functions, 1)
-    )
+    return package_of(kind) == "__main__" or any(is_users(each.__code__.co_filename) for each in islice(functions, 1))
 
 
 def _is_data(kind: type) -> bool:

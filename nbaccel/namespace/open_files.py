@@ -30,9 +30,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.base.notices import is_users
 from nbaccel.errors import LaunchRefused
 from nbaccel.namespace.kind import CannotWrite, Kind, Step, Write
-from nbaccel.namespace.objects_behind import ObjectsBehind, is_users_file, package_of
+from nbaccel.namespace.objects_behind import ObjectsBehind, package_of
 
 __all__ = [
     "READ_FILE",
@@ -250,7 +251,7 @@ def _refuse_shared_places(behind: ObjectsBehind, codes: Sequence[types.CodeType]
         return
     called: set[str] = set()
     functions = [obj.__code__ for _, obj in behind.found if type(obj) is types.FunctionType]
-    for code in (*codes, *(code for code in functions if is_users_file(code.co_filename))):
+    for code in (*codes, *(code for code in functions if is_users(code.co_filename))):
         called |= _names_in(code)
     for name, file in written:
         words = called & (_MOVES | _READS if file.readable() else _MOVES)

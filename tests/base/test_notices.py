@@ -20,6 +20,15 @@ def test_every_file_of_the_package_is_ours_and_a_notebooks_is_not() -> None:
     assert is_users("/tmp/ipykernel_7/1234.py")
 
 
+@pytest.mark.parametrize(
+    "file", ["/root/.local/lib/python3.11/site-packages/timm/x.py", "/usr/lib/python3/dist-packages/yaml/__init__.py"]
+)
+def test_a_package_is_a_library_wherever_it_was_installed(file: str) -> None:
+    assert not is_users(file)
+    assert not is_users(os.__file__)
+    assert is_users(f"/home/me/my-{file.split('/')[-3]}/train.py")
+
+
 def test_a_blanket_filter_hides_no_notice_and_a_narrow_one_does() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

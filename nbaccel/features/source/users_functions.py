@@ -169,10 +169,7 @@ def placed(node: Any, where: ast.AST) -> Any:
 
 def is_rewritable(filename: str) -> bool:
     """Return whether code of that file is of the notebook, or of a module beside it: no library, and it has a text."""
-    parts = filename.split(os.sep)
-    if not is_users(filename) or "site-packages" in parts or "dist-packages" in parts:
-        return False
-    return bool(linecache.getlines(filename))
+    return is_users(filename) and bool(linecache.getlines(filename))
 
 
 def functions_by_file(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import sysconfig
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -18,10 +17,9 @@ from typing import Any
 
 import torch
 
-from nbaccel.base.notices import PACKAGE_DIR, unignored
+from nbaccel.base.notices import PACKAGE_DIR, is_users, unignored
 
 __all__ = [
-    "is_of_library",
     "lasting_place",
     "library_that_trains",
     "place_of_call",
@@ -70,7 +68,6 @@ def _is_passed_by(code: CodeType) -> bool:
 
 
 _MOST_DEPTH = 100
-_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_paths()["stdlib"])
 _OWN_REFERENCES = 3  # the frame's, ours, and that of the call
 _NOT_USERS = (
     PACKAGE_DIR,
@@ -89,11 +86,6 @@ def users_frames(most: int) -> Iterator[FrameType]:
             most -= 1
             yield frame
         frame = frame.f_back
-
-
-def is_of_library(file: str) -> bool:
-    """Return whether a source file belongs to an installed package, or to Python."""
-    return any(folder in file for folder in _LIBRARIES)
 
 
 # PEP 667, https://peps.python.org/pep-0667/, ended these copies.
@@ -155,7 +147,7 @@ def place_of_call() -> int:
 
 def lasting_place() -> int:
     """Return a number for the user's own lines that led here; equal in another process that runs the same program."""
-    frames = (frame for frame in program_frames(_MOST_DEPTH) if not is_of_library(frame.f_code.co_filename))
+    frames = (frame for frame in program_frames(_MOST_DEPTH) if is_users(frame.f_code.co_filename))
     return zlib.crc32(" ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in frames).encode())
 
 
@@ -176,7 +168,7 @@ def _given(frame: FrameType) -> Iterator[Any]:
 def users_name(value: Any) -> str:
     """Return the variable that holds `value` in the frames that led here, not in a library; "" if there is none."""
     for frame in users_frames(_MOST_DEPTH):
-        if is_of_library(frame.f_code.co_filename):
+        if not is_users(frame.f_code.co_filename):
             continue
         for names in (variables_of(frame), frame.f_globals):
             for name, each in list(names.items()):

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
+from nbaccel.base.notices import is_users
 from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.raw_loop.node_kinds import names
 
@@ -333,6 +334,6 @@ def _divides_a_loss(name: str, args: Any, marked: Sequence[tuple[Tensor, int, st
 def _users_line() -> str:
     """Return the source of the line that computes something now: of the notebook, or else of the innermost library."""
     frames = [(frame.f_code.co_filename, frame.f_lineno) for frame in users_frames(_FRAMES)]
-    own = [place for place in frames if "site-packages" not in place[0]] or frames
+    own = [place for place in frames if is_users(place[0])] or frames
     line = linecache.getline(*own[0]).strip() if own else ""
     return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from nbaccel.train.distributed.callers import is_of_library, users_frames, variables_of
+from nbaccel.base.notices import is_users
+from nbaccel.train.distributed.callers import users_frames, variables_of
 from nbaccel.train.raw_loop.node_kinds import names
 
 __all__ = ["PartNumbers", "ReadNumber", "without_magics"]
@@ -107,7 +108,7 @@ class PartNumbers:
         if not frames:
             return []
         taking = frames[0]
-        if is_of_library(taking.f_code.co_filename):
+        if not is_users(taking.f_code.co_filename):
             library = str(taking.f_globals.get("__name__", "")).partition(".")[0]
             return [f"what {library} counts of a training batch, beside the loss, is of a rank's part"]
         self._loops.add((taking.f_code.co_filename, taking.f_lineno))
@@ -126,7 +127,7 @@ class PartNumbers:
 def _outermost(frames: Sequence[FrameType]) -> FrameType:
     """Return the frame of the cell, or of the outermost function that is no library's."""
     cells = [frame for frame in frames if frame.f_code.co_name == "<module>"]
-    own = [frame for frame in frames if not is_of_library(frame.f_code.co_filename)]
+    own = [frame for frame in frames if is_users(frame.f_code.co_filename)]
     return next((cell for cell in cells if cell in own), own[-1])
 
 
@@ -411,7 +412,7 @@ class _Scope:
         """Return the function of the notebook that is called; None if it is no such one."""
         called = self._object(node.func)
         is_function = isinstance(called, FunctionType | MethodType)
-        return called if is_function and not is_of_library(called.__code__.co_filename) else None
+        return called if is_function and is_users(called.__code__.co_filename) else None
 
     def _of_function(self, node: ast.Call, values: Sequence[Known | None]) -> Known | None:
         """Return what a function makes of its arguments, some of which are of parts."""
