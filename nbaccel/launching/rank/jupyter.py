@@ -161,8 +161,8 @@ def _plain_progress_bars() -> None:
     notebook = sys.modules.get("tqdm.notebook")
     if notebook is None:
         sys.modules["tqdm.notebook"] = _TextBars("tqdm.notebook")
-    elif std is not None and isinstance(notebook.tqdm_notebook, type):
-        _make_textual(notebook.tqdm_notebook, std.tqdm)
+    elif isinstance(notebook.tqdm_notebook, type):
+        _make_textual(notebook.tqdm_notebook)
 
 
 def _pass_output_widgets(rank: int, module: Any) -> None:
@@ -210,11 +210,15 @@ class _TextBars(types.ModuleType):
         raise AttributeError(name)
 
 
-def _make_textual(bar: Any, text: Any) -> None:
-    """Give the notebook's bar class the behaviour of the text bar; names imported earlier see it too."""
-    for name in ("__init__", "__iter__", "update", "close", "clear", "reset", "display", "set_description"):
-        setattr(bar, name, getattr(text, name))
-    bar.status_printer = staticmethod(text.status_printer)
+def _make_textual(bar: Any) -> None:
+    """Take away what makes the notebook's bar class a widget; names imported earlier are text bars then, too.
+
+    What it inherits stays as it is. In `tqdm.auto` another class follows this one, whose constructor begins the pass
+    over its argument, and so draws the seed of a DataLoader's order as it does in the notebook.
+    """
+    for name in ("__init__", "__iter__", "update", "close", "clear", "reset", "display", "status_printer"):
+        if name in vars(bar):
+            delattr(bar, name)
     bar.colour = None
 
 

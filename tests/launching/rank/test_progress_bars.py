@@ -7,6 +7,7 @@ import io
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -151,3 +152,26 @@ def test_bars_of_fastprogress_are_drawn_by_rank_0() -> None:
     assert "displayed" in drawn
     assert "of the bar" in drawn
     assert printed == ""
+
+
+def test_a_bar_that_the_notebook_has_imported_begins_a_pass_as_in_the_notebook() -> None:
+    """`tqdm.auto` calls iter() on what it is given, and iter() of a DataLoader draws a number of torch's."""
+
+    def loop() -> list[int]:
+        import tqdm.auto
+        import tqdm.notebook
+
+        from nbaccel.launching.rank.jupyter import _make_textual
+
+        _make_textual(tqdm.notebook.tqdm_notebook)
+        begun: list[int] = []
+
+        class Loader:
+            def __iter__(self) -> Any:
+                begun.append(1)
+                return iter(range(3))
+
+        bar = tqdm.auto.tqdm(Loader(), total=3)
+        return [len(begun), *bar, len(begun)]
+
+    assert _in_ranks(loop, knows_ranks=True)[0] == ([1, 0, 1, 2, 2], ANY)
