@@ -222,9 +222,12 @@ class CellRun:
         say: Callable[[str], None],
         whence: str,
     ) -> None:
-        """Change the notebook as the same cell would have; if ranks trained separately, overwrite nothing."""
+        """Change the notebook as the same cell would have; if ranks trained separately, overwrite nothing.
+
+        What was refused while the ranks had the same parameters was one training until then: it is not lost.
+        """
         is_meant = bool(self.plan.settings.independent)
-        only_new = not is_meant and (bool(left.apart) or isinstance(self.error, NotPrepared))
+        only_new = not is_meant and (bool(left.apart) or (isinstance(self.error, NotPrepared) and not left.is_alike))
         new = [name for name in returned.values if name not in namespace]
         doubt = "" if is_meant else left.not_one_training(new if only_new else returned.values)
         arrived = LeftByCell(returned, facts, missing, self.task, self._told, from_gpus=bool(self.plan.devices.gpus))

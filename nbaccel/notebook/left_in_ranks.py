@@ -28,6 +28,7 @@ class LeftInRanks:
 
     def __init__(self, reports: Sequence[Any], result_rank: int, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
+        self._all_facts = [{} if report is None else report.facts for report in reports]
         self._facts = [report.facts for report in reports if report is not None and report.status == "ok"]
         self._ranks = len(reports)
         self._own: Mapping[str, Any] = {} if reports[result_rank] is None else reports[result_rank].facts
@@ -42,14 +43,22 @@ class LeftInRanks:
         return [name for name, number in self._sums.items() if _checksum(self._namespace.get(name)) != number]
 
     @property
+    def is_alike(self) -> bool:
+        """Return whether every rank, also one that failed, has told its parameters' sums, and all have the same."""
+        return all("checksums" in facts for facts in self._all_facts) and not self._apart_in(self._all_facts)
+
+    @property
     def apart(self) -> list[str]:
-        """Return names whose parameters differ between the ranks, though they are not of one batch."""
+        """Return names whose parameters differ between ranks that ended well, though they are not of one batch."""
+        return self._apart_in(self._facts)
+
+    def _apart_in(self, all_facts: Sequence[Mapping[str, Any]]) -> list[str]:
         return [
             name
             for name, number in self._sums.items()
             if name not in self._holders
             and name not in self._own.get("of_batches", ())
-            and any(facts.get("checksums", {}).get(name, number) != number for facts in self._facts)
+            and any(facts.get("checksums", {}).get(name, number) != number for facts in all_facts)
         ]
 
     def not_one_training(self, came: Collection[str]) -> str:

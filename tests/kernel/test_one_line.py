@@ -40,6 +40,11 @@ for epoch in range(3):
 
 SPLIT = "train_loader: each of 5 batches split over 2 ranks; gradients of model (129) averaged"
 
+IS_RANK_1 = "os.environ['RAN' + chr(75)] == '1'"
+"""A cell that names RANK knows ranks, and draws other numbers than the notebook would."""
+
+_ZERO_GRAD = "        optimizer.zero_grad()\n"
+
 WEIGHTS = "[p.flatten().tolist() for p in model.parameters()]"
 
 
@@ -107,13 +112,41 @@ def test_what_ranks_decide_apart_is_an_error_in_all_of_them(kernel: RealKernel) 
     assert "step with different learning rates (rank 0: 0.01, rank 1: 0.02)" in error.text
 
 
-def test_a_rank_that_ends_early_leaves_equal_weights(kernel: RealKernel) -> None:
+def test_a_rank_that_ends_early_leaves_equal_weights_where_ranks_have_batches_of_their_own(kernel: RealKernel) -> None:
     kernel.do(SETUP)
     body = LOOP.replace("        optimizer.zero_grad()\n", "        if epoch >= 1 and os.environ['RANK'] == '1':\n"
                         "            break\n        optimizer.zero_grad()\n")  # fmt: skip
-    cell = kernel.do(accelerate(body))
-    assert "different numbers of steps (rank 0 15, rank 1 5)" in cell.stdout
+    cell = kernel.do(accelerate(body, flags="--batches each"))
+    assert "the ranks have taken different numbers of steps (rank 0 9, rank 1 3)" in cell.stdout
     assert "model trained in place" in cell.stdout
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_no_rank_goes_on_with_its_part_of_batches_when_another_has_left_the_loop(
+    kernel: RealKernel, start: str, n: int
+) -> None:
+    expected = plain(kernel, loop=LOOP.replace("range(3)", "range(2)"))[0]
+    kernel.do(SETUP)
+    body = LOOP.replace("range(3)", f"range(3 if {IS_RANK_1} else 2)")
+    cell = kernel.run(accelerate(body, start, n))
+    error = cell.failed("NotPrepared")
+    assert "over after so many steps (rank 0: 10" in error.text
+    assert "and that of others is not (rank 1: 10)" in error.text
+    assert "model trained in place" in cell.stdout, "all ranks had the same weights then"
+    assert are_near(kernel.value(WEIGHTS), expected)
+
+
+def test_a_refusal_in_mid_training_keeps_what_the_ranks_have_trained_together(kernel: RealKernel, start: str) -> None:
+    """A program leaves a batch out where its loss is NaN, which it is in one rank's part."""
+    until_then = LOOP.replace(_ZERO_GRAD, "        if len(history) == 14:\n            break\n" + _ZERO_GRAD)
+    expected = plain(kernel, loop=until_then)[0]
+    kernel.do(SETUP)
+    leaves_one_out = f"if len(history) == 14 and {IS_RANK_1}:\n            history.append(0)\n            continue\n"
+    body = LOOP.replace("        loss.backward()\n", f"        {leaves_one_out}        loss.backward()\n")
+    cell = kernel.run(accelerate(body, start))
+    assert "are at different batches" in cell.failed("NotPrepared").text
+    assert "model trained in place" in cell.stdout
+    assert are_near(kernel.value(WEIGHTS), expected)
 
 
 def test_a_rank_that_leaves_batches_out_ends_in_an_error(kernel: RealKernel) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "ShapeOfLoss",
     "digest_of",
     "refuse_out_of_step",
+    "refuse_to_go_on_with_parts",
 ]
 
 _FRAMES = 2
@@ -245,6 +246,28 @@ def refuse_out_of_step(header: Header, ranks: Sequence[int]) -> None:
                 "that the loop decides or draws by itself differs between ranks. Decide by the loss after "
                 f"loss.backward(), which is the same in all ranks. {WITHOUT_A_SEED}"
             )
+
+
+def refuse_to_go_on_with_parts(header: Header, ranks: Sequence[int]) -> None:
+    """Refuse batches of which ranks whose program is over would have had a part: nobody would train on it.
+
+    Args:
+        ranks: Those whose program is not over.
+
+    Raises:
+        NotPrepared: In all of them, and in those that are done.
+    """
+    done = [rank for rank in range(len(header.says)) if rank not in ranks]
+    if not done or not any(header.says[rank].part for rank in ranks):
+        return
+    after, on = (", ".join(f"rank {rank}: {header.says[rank].steps:g}" for rank in some) for some in (done, ranks))
+    raise NotPrepared(
+        f"the program of some ranks is over after so many steps ({after}), and that of others is not ({on}), which "
+        "have only their parts of the batches that follow: something that the loop decides by itself differs between "
+        "ranks, such as an accuracy, which each counts of its part, or the time. Decide by the loss after "
+        "loss.backward(), which is the same in all ranks; --batches each gives ranks batches of their own, -n 1 trains "
+        "as before."
+    )
 
 
 @functools.lru_cache(maxsize=_MOST)

@@ -28,6 +28,7 @@ from nbaccel.train.raw_loop.agreement import (
     ShapeOfLoss,
     digest_of,
     refuse_out_of_step,
+    refuse_to_go_on_with_parts,
 )
 from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 from nbaccel.train.raw_loop.batch_values import BatchWatch
@@ -415,6 +416,7 @@ class Averaging:
         """
         says, world = header.says, self._world
         here = [rank for rank, say in enumerate(says) if not say.done]
+        refuse_to_go_on_with_parts(header, here)
         refuse_out_of_step(header, here)
         if any(says[rank].obstacle for rank in here) and any(says[rank].part for rank in here):
             raise self._cannot_measure(obstacle or "another rank says so")
