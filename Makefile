@@ -80,10 +80,10 @@ test-deepspeed: $(DEEPSPEED_ENV)/.stamp
 $(DEEPSPEED_ENV)/.stamp: $(VENV)/.dev
 	rm -rf $(DEEPSPEED_ENV)
 	$(VENV)/bin/python -m venv $(DEEPSPEED_ENV)
-	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(VENV)/bin/python -c 'import sysconfig; print("import site; site.addsitedir({!r})".format(sysconfig.get_path("purelib")))' \
 	    > "$$($(DEEPSPEED_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	$(DEEPSPEED_ENV)/bin/python -m pip install -qq --disable-pip-version-check setuptools wheel
-	$(DEEPSPEED_ENV)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation -e '.[deepspeed]'
+	$(DEEPSPEED_ENV)/bin/python $(INSTALL) 'setuptools>=77' wheel
+	$(DEEPSPEED_ENV)/bin/python $(INSTALL) --no-build-isolation -e '.[deepspeed]'
 	touch $@
 
 # Everything that one machine without a GPU can show: `make test`, more environments and settings of what it shows, memory

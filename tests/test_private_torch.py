@@ -23,6 +23,7 @@ from nbaccel.testing import run_ranks
 PACKAGE = REPOSITORY / "nbaccel"
 
 UNGUARDED = {
+    "_clip_grads_with_norm_": "torch.nn.utils.clip_grad._clip_grads_with_norm_",
     "_group_tensors_by_device_and_dtype": "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
     # torch, torch.cuda, torch.autograd
     "_C": "torch._C.DisableTorchFunctionSubclass",
@@ -221,7 +222,7 @@ VERSIONED = {
 
 OTHERS = {
     "deepspeed": "_external_params _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state "
-    "_link_all_hp_params _original_parameters",
+    "_link_all_hp_params _original_parameters _running_engine_backward",
     "python": """
         _Pointer _PyRuntime _actions _actual_context _addHandlerRef _afterfork_registry _args _asdict _asyncio
         _builtin_open _check_running

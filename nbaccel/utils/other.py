@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -307,16 +308,21 @@ def get_mixed_precision_context_manager(
 def GatheredParameters(  # noqa: N802 - DeepSpeed's name
     params: Any, modifier_rank: int | None = None, fwd_module: Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do nothing: parameters are whole on every rank here.
+    """Gather parameters that DeepSpeed's ZeRO stage 3 has in parts, on all ranks; with others do nothing.
 
     Args:
-        params, modifier_rank, fwd_module, enabled: As Accelerate takes them; not used.
+        params, modifier_rank, fwd_module, enabled: As DeepSpeed and Accelerate take them.
 
     Example:
         >>> with GatheredParameters([torch.ones(1)]):
         ...     pass
     """
-    yield
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    if any(hasattr(parameter, "ds_id") for parameter in params):
+        with sys.modules["deepspeed"].zero.GatheredParameters(params, modifier_rank, fwd_module, enabled):
+            yield
+    else:
+        yield
 
 
 def write_basic_config(

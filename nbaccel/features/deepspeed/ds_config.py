@@ -6,7 +6,7 @@ What the program and the configuration both say has to agree. Every contradictio
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nbaccel.features.deepspeed.facts import Facts
@@ -19,7 +19,7 @@ _NO_PRINT = 10**9
 
 
 def filled(
-    plugin: DeepSpeedPlugin, precision: str, batch_size: int | None, world_size: int, facts: Facts
+    plugin: DeepSpeedPlugin, precision: str, batch_size: int | None, world_size: int, window: int, facts: Facts
 ) -> dict[str, Any]:
     """Return the configuration that DeepSpeed gets.
 
@@ -30,13 +30,14 @@ def filled(
         precision: "no", "fp16" or "bf16".
         batch_size: Samples per rank of the first loader; None where none is known.
         world_size: The number of ranks.
+        window: Batches of a step.
         facts: Values of the model, the optimizer and the schedule.
 
     Raises:
         ValueError: The configuration contradicts the program; names every such value.
     """
     config: dict[str, Any] = copy.deepcopy(plugin.hf_ds_config.config)
-    wrong = list(_contradictions(config, batch_size, world_size, facts))
+    wrong = list(_contradictions(config, batch_size, world_size, window, facts))
     if wrong:
         raise ValueError(
             "the DeepSpeed configuration contradicts the program: "
@@ -44,7 +45,9 @@ def filled(
             + '. Write "auto" there, or make them equal'
         )
     written = config.get("train_micro_batch_size_per_gpu", AUTO)
-    size = batch_size or (1 if written == AUTO else written)
+    total = config.get("train_batch_size", AUTO)
+    told = written if written != AUTO else 1 if total == AUTO else total // (world_size * window)
+    size = batch_size or told
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         config.pop(key, None)
     config["train_micro_batch_size_per_gpu"] = size
@@ -77,12 +80,18 @@ def filled(
     return config
 
 
-def _contradictions(config: Mapping[str, Any], batch_size: int | None, world_size: int, facts: Facts) -> Any:
-    written = config.get("train_micro_batch_size_per_gpu", AUTO)
-    total, steps = config.get("train_batch_size", AUTO), config.get("gradient_accumulation_steps", AUTO)
+def _contradictions(
+    config: Mapping[str, Any], batch_size: int | None, world_size: int, window: int, facts: Facts
+) -> Iterator[str]:
+    written, total = (config.get(key, AUTO) for key in ("train_micro_batch_size_per_gpu", "train_batch_size"))
     per_rank = written if batch_size is None else batch_size
-    if total != AUTO:
-        yield from _wrong_total(total, per_rank, world_size, steps)
+    if total != AUTO and per_rank == AUTO and total % (world_size * window):
+        yield f"train_batch_size is {total}, which {world_size} ranks x {window} batches per step do not divide"
+    elif total != AUTO and per_rank != AUTO and total != per_rank * world_size * window:
+        yield (
+            f"train_batch_size is {total}, and {per_rank} samples per rank x {world_size} ranks x {window} batches per "
+            f"step are {per_rank * world_size * window}"
+        )
     if batch_size is not None and written not in (AUTO, batch_size):
         yield f"train_micro_batch_size_per_gpu is {written}, and the first loader has batches of {batch_size} per rank"
     if "optimizer" in config and not facts.is_dummy:
@@ -98,17 +107,6 @@ def _contradictions(config: Mapping[str, Any], batch_size: int | None, world_siz
         )
     if "scheduler" not in config and facts.needs_schedule:
         yield "the program prepares DummyScheduler without lr_scheduler_callable, and it has no scheduler for it"
-
-
-def _wrong_total(total: Any, per_rank: Any, world_size: int, steps: Any) -> Any:
-    if AUTO in (per_rank, steps):
-        missing = "train_micro_batch_size_per_gpu" if per_rank == AUTO else "gradient_accumulation_steps"
-        yield f"train_batch_size is {total}, and it does not say {missing}, by which it could be checked"
-    elif total != per_rank * world_size * steps:
-        yield (
-            f"train_batch_size is {total}, and {per_rank} samples per rank x {world_size} ranks x {steps} batches per "
-            f"step are {per_rank * world_size * steps}"
-        )
 
 
 def _fill_zero(zero: dict[str, Any], hidden: int | None) -> None:
@@ -143,7 +141,7 @@ def _fill_table(params: dict[str, Any], values: Mapping[str, Any]) -> None:
             del params[key]  # the default of its class
 
 
-def _autos(table: Mapping[str, Any], before: str = "") -> Any:
+def _autos(table: Mapping[str, Any], before: str = "") -> Iterator[str]:
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _autos(value, f"{before}{key}.")

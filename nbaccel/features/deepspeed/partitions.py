@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import get_rank
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from nbaccel.base.world import World
 
 __all__ = [
-    "as_wrapper",
     "complete_window",
     "dissolve",
     "gradient_norm",
@@ -33,9 +33,11 @@ __all__ = [
     "leave_group",
     "load_whole_model",
     "load_whole_optimizer",
+    "step_in_place",
     "values_in_full",
     "whole_model",
     "whole_optimizer",
+    "write_parts",
     "zero_gradients",
 ]
 
@@ -101,13 +103,6 @@ def leave_group(own: Any) -> None:
         destroy_process_group()
 
 
-def as_wrapper(engine: Any) -> Any:
-    """Let results leave with the program's own model in place of the engine; return the engine."""
-    kind = type(engine)
-    engine.__class__ = type(kind.__name__, (kind,), {"__nbaccel_unwrap__": lambda self: self.module})
-    return engine
-
-
 # -- gradients
 
 
@@ -161,6 +156,30 @@ def keep_optimizer(engine: Any, optimizer: Optimizer) -> None:
         engine.optimizer._link_all_hp_params()
 
 
+def step_in_place(engine: Any) -> bool:
+    """Let the engine step the weights of the model themselves, in place of copies of them, where both are alike.
+
+    So what a program writes into weights holds, and a rank has one copy of its part less. Return whether it does.
+    """
+    zero = engine.optimizer
+    if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False) or zero.dtype != torch.float32:
+        return False
+    if hasattr(zero, "single_partition_of_fp32_groups"):
+        ranks = map(get_rank, zero.real_dp_process_group)
+        parts = [group[rank] for group, rank in zip(zero.parallel_partitioned_bit16_groups, ranks, strict=True)]
+        copies = zero.single_partition_of_fp32_groups
+    else:
+        parts, copies = zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat
+    for copy, part in zip(copies, parts, strict=True):
+        if part is None or copy.shape != part.shape or copy.device != part.device:
+            return False
+    for copy, part in zip(copies, parts, strict=True):
+        copy.data = part.data
+    if hasattr(zero, "single_partition_of_fp32_groups"):
+        zero._link_all_hp_params()
+    return True
+
+
 # -- values that the engine only casts
 
 
@@ -200,7 +219,7 @@ def whole_model(engine: Any, in_full: Mapping[str, Tensor], keeps: bool) -> dict
     state: dict[str, Any] = OrderedDict()
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if id(value) not in known:
-            whole = _whole(value)
+            whole = _whole(engine, value)
             if isinstance(whole, Tensor) and keeps:
                 whole = _as_before(whole.detach().cpu(), in_full.get(name))
             known[id(value)] = whole
@@ -231,14 +250,14 @@ def whole_optimizer(engine: Any, groups: Sequence[Sequence[Tensor]], keeps: bool
     return {"state": states, "param_groups": packed} if keeps else {}
 
 
-def _whole(value: Any) -> Any:
+def _whole(engine: Any, value: Any) -> Any:
     """Return a parameter or buffer whole, in fp32 if the engine trains it."""
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
     if not isinstance(value, Parameter):
         return value
-    if value.requires_grad and (trained := safe_get_full_fp32_param(value)) is not None:
+    if id(value) in engine.trained and (trained := safe_get_full_fp32_param(value)) is not None:
         return trained.view(getattr(value, "ds_shape", value.shape))
     with zero.GatheredParameters([value]) if hasattr(value, "ds_id") else nullcontext():
         return value.detach().clone()
@@ -252,7 +271,7 @@ def _whole_entries(engine: Any, group: int, parameter: Tensor) -> dict[str, Any]
     for flat in _flats(engine, group)[:1]:
         for name, value in engine.basic_optimizer.state.get(flat, {}).items():
             if _is_partition(value, flat):
-                whole = safe_get_full_optimizer_state(parameter, name) if parameter.requires_grad else None
+                whole = safe_get_full_optimizer_state(parameter, name) if id(parameter) in engine.trained else None
                 if whole is None:  # nobody trains it
                     return {}
                 value = whole.view(getattr(parameter, "ds_shape", parameter.shape))
@@ -307,8 +326,15 @@ def load_whole_model(engine: Any, in_full: dict[str, Tensor], state: Mapping[str
                     target.data.copy_(whole)
             else:
                 target.data.copy_(whole)
-            if isinstance(target, Parameter) and target.requires_grad:
+            if id(target) in engine.trained:
                 _set_partition(target, whole, None)
+
+
+def write_parts(parameters: Iterable[Tensor]) -> None:
+    """Enter the present values of whole parameters into the fp32 copies that the engine steps. No collective."""
+    with torch.no_grad():
+        for parameter in parameters:
+            _set_partition(parameter, parameter.detach().clone(), None)
 
 
 def load_whole_optimizer(engine: Any, groups: Sequence[Sequence[Tensor]], state: Mapping[str, Any]) -> None:
@@ -411,7 +437,7 @@ def dissolve(
     module = engine.module
     _link_entries(engine)
     values = {
-        id(parameter): _as_before(_whole(parameter), in_full.get(name)).to(engine.device)
+        id(parameter): _as_before(_whole(engine, parameter), in_full.get(name)).to(engine.device)
         for name, parameter in module.named_parameters()
     }
     buffers = {id(buffer): _as_before(buffer, in_full.get(name)) for name, buffer in module.named_buffers()}

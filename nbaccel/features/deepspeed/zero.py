@@ -28,7 +28,10 @@ from nbaccel.features.deepspeed.ds_config import filled
 from nbaccel.features.deepspeed.facts import Facts
 from nbaccel.features.deepspeed.half_engine import HALVES, EnginePrecision, compute_in_half, refuse_precision
 from nbaccel.features.deepspeed.native_build import before_builds, import_deepspeed
+from nbaccel.features.deepspeed.optimizer_probe import refuse_optimizer, refuse_types
 from nbaccel.features.deepspeed.plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from nbaccel.features.deepspeed.program_changes import ProgramChanges, guarded_engine
+from nbaccel.features.deepspeed.reduced_parts import ReducedParts
 from nbaccel.train.checkpoint.model_weights import with_tied
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradient_buckets import running_statistics
@@ -49,9 +52,6 @@ _ENDED = (
     "one, before the loop:\n"
     "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 )
-_OF_MATRICES = frozenset({"Adafactor", "LARS", "LBFGS", "Lamb", "Muon", "Shampoo", "SOAP", "SparseAdam"})
-"""Classes of optimizers whose step of one element depends on the shape, or on a norm, of the whole parameter."""
-
 _ONE_BACKWARD = (
     "accelerator.backward: the second one for one step, and DeepSpeed with an optimizer on the host would forget the "
     "first. Add the losses and call it once, use accelerator.accumulate, or leave offload_optimizer_device out"
@@ -91,9 +91,13 @@ class ZeroPartitioned(Strategy):
         self._groups: list[list[Tensor]] = []
         self._placed: set[int] = set()  # ids of parameters of models that no engine trains
         self._batch_size: int | None = None
+        self._window = 1  # batches of a step
         self._schedules: list[DummyScheduler] = []
         self._hooks: list[Any] = []
         self._own_group: Any = None
+        self._changes: Any = None
+        self._reduced: Any = None
+        self._set_aside: list[Tensor] = []  # parameters that no optimizer has, which are not trained meanwhile
         self._in_full: dict[str, Tensor] = {}  # what no optimizer trains, as it was before it was cast
         self._has_ended = False
         self._last_norm = torch.zeros((), device=device)
@@ -112,7 +116,8 @@ class ZeroPartitioned(Strategy):
 
     # -- prepare
 
-    def expect(self, objects: Sequence[Any]) -> None:
+    def expect(self, objects: Sequence[Any], window: int = 1) -> None:
+        self._window = window
         for thing in objects:
             size = getattr(thing, "batch_size", None) or getattr(
                 getattr(thing, "batch_sampler", None), "batch_size", None
@@ -143,6 +148,7 @@ class ZeroPartitioned(Strategy):
                     ready.append(self._start_engine(without_compile(model), owner))
                 except BaseException:
                     if self._engine is None:
+                        self._train_again()
                         self._leave_own_group()
                     raise
         for optimizer in optimizers:
@@ -172,11 +178,9 @@ class ZeroPartitioned(Strategy):
             )
 
     def _start_engine(self, model: Module, optimizer: Optimizer) -> Module:
-        if any(kind.__name__ in _OF_MATRICES for kind in type(optimizer).__mro__):
-            raise NotImplementedError(
-                f"{type(optimizer).__name__} computes with whole matrices, and DeepSpeed gives it flat pieces "
-                "of them: use AdamW or SGD, or strategy='ddp'"
-            )
+        refuse_types(model, self._precision.name, self.plugin.zero_stage)
+        if not isinstance(optimizer, DummyOptim):
+            refuse_optimizer(optimizer)
         if "nvme" in (self.plugin.offload_optimizer_device, self.plugin.offload_param_device):
             raise NotImplementedError(_NVME)
         schedule = self._schedules[-1] if self._schedules else None
@@ -186,11 +190,12 @@ class ZeroPartitioned(Strategy):
                 "DummyScheduler(lr_scheduler_callable=…), and the DeepSpeed configuration has a scheduler: leave one "
                 "of them out"
             )
-        deepspeed = import_deepspeed(self.device)
-        self._own_group = partitions.join_group(self.world)
         facts = Facts.of(model, optimizer, schedule)
-        config = filled(self.plugin, self._precision.name, self._batch_size, self.world.world_size, facts)
+        world_size = self.world.world_size
+        config = filled(self.plugin, self._precision.name, self._batch_size, world_size, self._window, facts)
+        deepspeed = import_deepspeed(self.device)
         refuse_precision(self._precision.name, self.device)
+        self._own_group = partitions.join_group(self.world)
         before_builds(config, self.device, self.world)
         if self.world.is_distributed:
             barrier()  # no rank builds before the way is clear
@@ -198,6 +203,10 @@ class ZeroPartitioned(Strategy):
         is_own = not isinstance(optimizer, DummyOptim)
         state = optimizer.state_dict()
         optimizer.state.clear()
+        own = {id(parameter) for group in self._groups for parameter in group}
+        self._set_aside = [each for each in model.parameters() if each.requires_grad and id(each) not in own]
+        for parameter in self._set_aside:
+            parameter.requires_grad_(False)
         self._in_full = partitions.values_in_full(model, HALVES.get(self._precision.name))
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # without it DeepSpeed asks MPI
         with warnings.catch_warnings():
@@ -215,16 +224,25 @@ class ZeroPartitioned(Strategy):
             optimizer.take(engine.basic_optimizer)
         optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]
         self._hooks = compute_in_half(model, self._precision)
-        self._engine, self._optimizer, self._has_ended = partitions.as_wrapper(engine), optimizer, False
+        self._engine, self._optimizer, self._has_ended = guarded_engine(engine), optimizer, False
         before_results_leave(self._make_whole, self.forget)
         if is_own:
             partitions.keep_optimizer(engine, optimizer)
+        self._changes = ProgramChanges(
+            engine,
+            optimizer,
+            partitions.step_in_place(engine),
+            partitions.write_parts,
+            lambda state, strict: self.load_state_dict(engine, dict(state), strict=strict),
+            lambda state: self.load_optimizer_state_dict(optimizer, dict(state)),
+        )
         if state["state"]:
             partitions.load_whole_optimizer(engine, self._groups, state)
         if make is not None:
             engine.lr_scheduler = make(engine.basic_optimizer)  # the engine moves it in its step
         if schedule is not None:
             schedule.take(engine.lr_scheduler)
+        self._reduced = ReducedParts(engine, self.device)
         self._statistics = list(running_statistics([model]))
         engine.set_gradient_accumulation_boundary(True)
         model = engine
@@ -269,7 +287,8 @@ class ZeroPartitioned(Strategy):
             if self.plugin.zero_stage < 3:  # the engine would put the new gradients in the place of these
                 kept = partitions.gradients(engine)
         goes_on, self._has_gradients = self._has_gradients, True
-        engine.backward(loss, **kwargs)
+        self._changes.before_backward()
+        engine.run_backward(loss, **kwargs)
         if goes_on and ends_window:
             partitions.complete_window(engine)
         for new, old in zip(partitions.gradients(engine), kept, strict=True) if kept else ():
@@ -285,7 +304,9 @@ class ZeroPartitioned(Strategy):
         engine = self._engine
         if not self._is_due:
             return None, True
-        engine.step()
+        self._changes.before_step()
+        self._reduced.compare()
+        engine.take_step()
         partitions.zero_gradients(engine)  # what the next window does not use would move by them again
         self._is_due = self._has_gradients = False
         if self._statistics and self.world.is_distributed:  # rank 0's, as under DDP
@@ -377,8 +398,7 @@ class ZeroPartitioned(Strategy):
 
     def forget(self) -> None:
         if self._engine is not None:
-            for hook in self._hooks:
-                hook.remove()
+            self._end_watching()
             self._engine.destroy()
             self._let_go()
 
@@ -389,19 +409,31 @@ class ZeroPartitioned(Strategy):
         """Make the trained model and its optimizer whole and plain on every rank. Collective."""
         if self._engine is None or self._optimizer is None:
             return
-        for hook in self._hooks:
-            hook.remove()
-        partitions.dissolve(self._engine, self._optimizer, self._groups, self._in_full)
+        self._end_watching()
+        new = partitions.dissolve(self._engine, self._optimizer, self._groups, self._in_full)
+        self._set_aside = [new[id(parameter)] for parameter in self._set_aside]
         self._let_go()
 
+    def _end_watching(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._changes is not None:
+            self._changes.end()
+
     def _let_go(self) -> None:
+        self._train_again()
         vars(self._optimizer).pop("zero_grad", None)
-        self._engine = self._optimizer = None
+        self._engine = self._optimizer = self._changes = self._reduced = None
         self._groups, self._hooks, self._statistics, self._in_full = [], [], [], {}
         self._placed, self._schedules, self._batch_size = set(), [], None
         self._is_due = self._has_gradients = False
         self._has_ended = True
         self._leave_own_group()
+
+    def _train_again(self) -> None:
+        for parameter in self._set_aside:
+            parameter.requires_grad_(True)
+        self._set_aside = []
 
     def _leave_own_group(self) -> None:
         own, self._own_group = self._own_group, None

@@ -112,11 +112,12 @@ class Strategy:
             _warn_if_emulated(self.device)
         return precision
 
-    def expect(self, objects: Sequence[Any]) -> None:
+    def expect(self, objects: Sequence[Any], window: int = 1) -> None:
         """Learn what one call of `prepare` holds, before `setup`: loaders and schedules may tell sizes.
 
         Args:
             objects: The program's objects, of any kind.
+            window: Batches of a step.
         """
 
     def place(self, model: Module) -> None:

@@ -44,7 +44,7 @@ def test_the_table_of_features_has_every_strategy_that_cuts_a_training() -> None
 
 
 def test_every_auto_is_filled_from_loader_optimizer_schedule_and_precision() -> None:
-    config = filled(DeepSpeedPlugin(AUTO), "bf16", 8, 4, _facts())
+    config = filled(DeepSpeedPlugin(AUTO), "bf16", 8, 4, 1, _facts())
     assert "auto" not in json.dumps(config)
     assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (8, 32)
     assert config["gradient_accumulation_steps"] == 1  # windows are counted by the Accelerator
@@ -63,12 +63,7 @@ def test_every_auto_is_filled_from_loader_optimizer_schedule_and_precision() -> 
         ({"optimizer": None}, {}, "prepares DummyOptim, and it has no optimizer"),
         ({}, {"schedule": None}, r"has a scheduler \(WarmupLR\), and the program prepares no DummyScheduler"),
         ({"scheduler": None}, {"needs_schedule": True}, "prepares DummyScheduler without lr_scheduler_callable"),
-        (
-            {"train_batch_size": 999, "gradient_accumulation_steps": 4},
-            {},
-            "train_batch_size is 999, and 8 samples per rank x 2 ranks x 4 batches per step are 64",
-        ),
-        ({"train_batch_size": 999}, {}, "train_batch_size is 999, and it does not say gradient_accumulation_steps"),
+        ({"train_batch_size": 999}, {}, "is 999, and 8 samples per rank x 2 ranks x 4 batches per step are 64"),
         ({"wall_clock": {"limit": "auto"}}, {}, r'has "auto" where nothing here says a value: wall_clock\.limit'),
     ],
 )
@@ -77,17 +72,28 @@ def test_each_contradiction_of_configuration_and_program_is_named(
 ) -> None:
     config = {name: value for name, value in {**AUTO, **changes}.items() if value is not None}
     with pytest.raises(ValueError, match=says):
-        filled(DeepSpeedPlugin(config), "no", 8, 2, _facts(**facts))
+        filled(DeepSpeedPlugin(config), "no", 8, 2, 4, _facts(**facts))
 
 
 def test_a_configuration_without_a_batch_size_is_filled_also_where_no_loader_says_one() -> None:
-    assert filled(DeepSpeedPlugin(), "no", None, 2, Facts())["train_batch_size"] == 2
+    assert filled(DeepSpeedPlugin(), "no", None, 2, 1, Facts())["train_batch_size"] == 2
+
+
+@pytest.mark.parametrize(("batch_size", "wanted"), [(4, 4), (None, 4)])
+def test_a_total_batch_size_needs_no_other_number(batch_size: int | None, wanted: int) -> None:
+    config = filled(DeepSpeedPlugin({"train_batch_size": 24}), "no", batch_size, 2, 3, Facts())
+    assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (wanted, 8)  # windows are ours
+
+
+def test_a_total_batch_size_that_ranks_and_windows_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="train_batch_size is 25, which 2 ranks x 3 batches per step do not divide"):
+        filled(DeepSpeedPlugin({"train_batch_size": 25}), "no", None, 2, 3, Facts())
 
 
 def test_all_contradictions_are_in_one_error() -> None:
     with pytest.raises(ValueError, match=r"batches of 8 per rank; it has an optimizer .* per step|; .*; ") as caught:
         config = {**AUTO, "train_micro_batch_size_per_gpu": 4}
-        filled(DeepSpeedPlugin(config), "no", 8, 2, _facts(is_dummy=False, schedule=None))
+        filled(DeepSpeedPlugin(config), "no", 8, 2, 1, _facts(is_dummy=False, schedule=None))
     assert str(caught.value).count(";") == 2
 
 
@@ -174,12 +180,12 @@ def test_fields_that_are_assigned_until_a_model_is_prepared_hold() -> None:
     plugin = DeepSpeedPlugin(zero_stage=2)
     plugin.zero_stage, plugin.gradient_clipping, plugin.offload_optimizer_device = 3, 0.5, "cpu"
     plugin.__post_init__()  # as an Accelerator calls it
-    config = filled(plugin, "no", 8, 2, Facts())
+    config = filled(plugin, "no", 8, 2, 1, Facts())
     assert (config["zero_optimization"]["stage"], config["gradient_clipping"]) == (3, 0.5)
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     plugin.offload_optimizer_device = "none"
     plugin.__post_init__()
-    assert "offload_optimizer" not in filled(plugin, "no", 8, 2, Facts())["zero_optimization"]
+    assert "offload_optimizer" not in filled(plugin, "no", 8, 2, 1, Facts())["zero_optimization"]
     assert plugin.zero_stage == 3
 
 
@@ -189,7 +195,7 @@ def test_what_a_program_writes_into_the_configuration_holds_and_may_not_contradi
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
     plugin.__post_init__()
     assert plugin.zero_stage == 3
-    assert filled(plugin, "no", None, 2, Facts())["train_micro_batch_size_per_gpu"] == 4
+    assert filled(plugin, "no", None, 2, 1, Facts())["train_micro_batch_size_per_gpu"] == 4
     plugin.zero_stage = 1
     with pytest.raises(ValueError, match=r"zero_stage=1\), and the DeepSpeed configuration says stage: 3"):
         plugin.__post_init__()
