@@ -139,6 +139,10 @@ class MemoryInfo:
     available_bytes: int
 
 
+_VARIABLES_OF_TPUS = ("COLAB_TPU_ADDR", "TPU_NAME", "TPU_ACCELERATOR_TYPE")
+"""Variables that Colab, Kaggle and Cloud's machines with TPUs set."""
+
+
 @frozen
 class Survey:
     """The resources of this machine for a run, at one moment.
@@ -150,6 +154,8 @@ class Survey:
         system, kernel_release: "Linux", "6.1.85".
         cuda_environ: The CUDA variables that are set.
         driver: Further reports on them.
+        tpu: By what a TPU is known to be here, "/dev/accel0"; empty if there is none.
+        apple_gpu: The machine is an Apple one with a GPU of its own, which torch calls MPS.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -161,6 +167,8 @@ class Survey:
     kernel_release: str = ""
     cuda_environ: tuple[tuple[str, str], ...] = ()
     driver: Driver = field(default_factory=Driver)
+    tpu: str = ""
+    apple_gpu: bool = False
 
     @classmethod
     def take(
@@ -191,6 +199,8 @@ class Survey:
             system=platform.system(),
             kernel_release=platform.release(),
             cuda_environ=cuda_environ(env),
+            tpu=_tpu(env, root),
+            apple_gpu=(platform.system(), platform.machine()) == ("Darwin", "arm64"),
         )
 
     @property
@@ -213,6 +223,12 @@ class Survey:
             hidden = "the GPU" if len(driver.names) == 1 else f"all {len(driver.names)} GPUs"
             return f"CUDA_VISIBLE_DEVICES={visible!r} hides {hidden}{f' ({driver.misread})' if driver.misread else ''}"
         return ""
+
+
+def _tpu(env: Mapping[str, str], root: Path) -> str:
+    devices = sorted((root / "dev").glob("accel[0-9]*"))
+    told = [name for name in _VARIABLES_OF_TPUS if env.get(name)]
+    return f"/dev/{devices[0].name}" if devices else told[0] if told else ""
 
 
 def best_precision(gpu: Gpu | None) -> tuple[str, str]:

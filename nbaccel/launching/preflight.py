@@ -48,6 +48,11 @@ def choose_devices(requested_processes: int | None, devices: str | None, cpu: bo
     if cpu:
         return Devices(requested_processes or 1, hides_gpus=True)
     gpus = survey.gpus if devices is None else _pick(devices, survey.gpus, survey.why_no_gpu)
+    if not gpus and survey.tpu:
+        raise NoSuchDevice(
+            f"a TPU is here ({survey.tpu}), which nbaccel does not drive: train on it with Accelerate and torch_xla, "
+            "or choose --cpu, cpu=True in a call, for ranks on the CPU."
+        )
     if not gpus:
         return Devices(requested_processes or 1, why_no_gpu=survey.why_no_gpu)
     wanted = requested_processes or len(gpus)

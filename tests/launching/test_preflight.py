@@ -315,3 +315,10 @@ def test_an_unknown_start_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 2, 1), (16, 2, 8), (2, 4, 1), (7, 2, 3)])
 def test_ranks_share_the_cores(cores: int, ranks: int, threads: int) -> None:
     assert threads_per_rank(cores, ranks) == threads
+
+
+def test_ranks_beside_a_tpu_are_refused_unless_the_cpu_is_asked_for() -> None:
+    machine = Survey(tpu="/dev/accel0")
+    with pytest.raises(NoSuchDevice, match=r"a TPU is here \(/dev/accel0\), which nbaccel does not drive: .* --cpu"):
+        choose_devices(2, None, False, machine)
+    assert choose_devices(2, None, True, machine).num_processes == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
@@ -34,14 +35,20 @@ class Facts:
     hidden_size: int | None = None
 
     @classmethod
-    def of(cls, model: Module, optimizer: Optimizer, schedule: DummyScheduler | None) -> Facts:
-        """Return those of what one call of `prepare` has."""
+    def of(cls, model: Module, optimizer: Optimizer, schedule: DummyScheduler | None, moves: int = 1) -> Facts:
+        """Return those of what one call of `prepare` has.
+
+        Args:
+            moves: How often a schedule of the program would move in a step, once for each rank: its `total_num_steps`
+                are so many for a step. The engine moves its schedule once.
+        """
         group = optimizer.param_groups[0]
         values = {name: group.get(name) for name in ("lr", "betas", "eps", "weight_decay", "momentum")}
         by_config = None
         if schedule is not None and schedule.lr_scheduler_callable is None:
+            total = schedule.total_num_steps
             by_config = {
-                "total_num_steps": schedule.total_num_steps,
+                "total_num_steps": None if total is None else math.ceil(total / max(1, moves)),
                 "warmup_num_steps": schedule.warmup_num_steps,
                 "warmup_min_lr": 0,
                 "warmup_max_lr": group.get("lr"),

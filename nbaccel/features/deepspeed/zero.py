@@ -91,7 +91,7 @@ class ZeroPartitioned(Strategy):
         self._groups: list[list[Tensor]] = []
         self._placed: set[int] = set()  # ids of parameters of models that no engine trains
         self._batch_size: int | None = None
-        self._window = 1  # batches of a step
+        self._window, self._moves = 1, 1
         self._schedules: list[DummyScheduler] = []
         self._hooks: list[Any] = []
         self._own_group: Any = None
@@ -116,8 +116,8 @@ class ZeroPartitioned(Strategy):
 
     # -- prepare
 
-    def expect(self, objects: Sequence[Any], window: int = 1) -> None:
-        self._window = window
+    def expect(self, objects: Sequence[Any], window: int = 1, moves: int = 1) -> None:
+        self._window, self._moves = window, moves
         for thing in objects:
             size = getattr(thing, "batch_size", None) or getattr(
                 getattr(thing, "batch_sampler", None), "batch_size", None
@@ -190,7 +190,7 @@ class ZeroPartitioned(Strategy):
                 "DummyScheduler(lr_scheduler_callable=…), and the DeepSpeed configuration has a scheduler: leave one "
                 "of them out"
             )
-        facts = Facts.of(model, optimizer, schedule)
+        facts = Facts.of(model, optimizer, schedule, self._moves)
         world_size = self.world.world_size
         config = filled(self.plugin, self._precision.name, self._batch_size, world_size, self._window, facts)
         deepspeed = import_deepspeed(self.device)

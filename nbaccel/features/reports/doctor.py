@@ -34,6 +34,9 @@ __all__ = [
 PACKAGES = ("IPython", "ipykernel", "ipywidgets", "jupyter_client", "matplotlib", "tqdm", "numpy", "accelerate")
 """Packages, besides torch, whose versions usually explain the behaviour of a notebook."""
 
+_OF_DEVICES = ("deepspeed", "torch_xla", "torch_tpu")
+"""Packages that few have, and that say what a machine is meant for."""
+
 OLDEST_GOOD_KERNEL = (5, 5)
 """The oldest good version of Linux.
 
@@ -91,7 +94,7 @@ class MachineFacts:
         why = why_forks_fail()
         return cls(
             python=f"{platform.python_version()} ({sys.executable})",
-            versions=_versions(("nbaccel", "torch", *PACKAGES)),
+            versions=_versions(("nbaccel", "torch", *PACKAGES, *_OF_DEVICES)),
             torch_is_imported="torch" in sys.modules,
             why_forks_fail=why,
             since=cell_of(why),
@@ -168,6 +171,13 @@ def _devices(survey: Survey, facts: MachineFacts) -> Iterator[str]:
             yield _row("CUDA", f"not initialised by torch, but {why}{since}")
     for name, value in survey.cuda_environ:
         yield _row("", f"{name}={value!r}")
+    if survey.tpu:
+        yield _row(
+            "TPU", f"{survey.tpu}: NOT used, nbaccel drives none; Accelerate does, with the torch_xla of its torch"
+        )
+    if survey.apple_gpu:
+        yield _row("GPUs", "Apple's (MPS): one process trains on it, -n 1")
+        return
     if not survey.gpus:
         why = survey.why_no_gpu
         yield _row("GPUs", f"NOT used: {why}" if why else "none (NVML sees no NVIDIA driver, or there are none for it)")

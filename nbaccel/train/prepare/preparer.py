@@ -60,7 +60,7 @@ class Preparer:
         """
         models = [(thing, move) for thing, move in zip(objects, moves, strict=True) if isinstance(thing, Module)]
         optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
-        self._context.strategy.expect(objects, self._context.accumulation.steps)
+        self._context.strategy.expect(objects, self._context.accumulation.steps, scheduler_moves)
         known = dict(zip((id(model) for model, _ in models), self._prepare_models(models, optimizers), strict=True))
         prepared = [
             known[id(thing)] if id(thing) in known else self._prepare_one(thing, move, config)

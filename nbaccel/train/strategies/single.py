@@ -112,12 +112,13 @@ class Strategy:
             _warn_if_emulated(self.device)
         return precision
 
-    def expect(self, objects: Sequence[Any], window: int = 1) -> None:
+    def expect(self, objects: Sequence[Any], window: int = 1, moves: int = 1) -> None:
         """Learn what one call of `prepare` holds, before `setup`: loaders and schedules may tell sizes.
 
         Args:
             objects: The program's objects, of any kind.
             window: Batches of a step.
+            moves: How often schedules move in a step; 0 where the program moves them.
         """
 
     def place(self, model: Module) -> None:

@@ -79,6 +79,15 @@ def test_a_configuration_without_a_batch_size_is_filled_also_where_no_loader_say
     assert filled(DeepSpeedPlugin(), "no", None, 2, 1, Facts())["train_batch_size"] == 2
 
 
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 18), (2, 9), (4, 5), (0, 18)])
+def test_the_steps_of_a_schedule_are_those_that_the_engine_takes(ranks: int, steps: int) -> None:
+    optimizer = DummyOptim(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    schedule = DummyScheduler(optimizer, total_num_steps=18, warmup_num_steps=2)
+    told = Facts.of(torch.nn.Linear(1, 1), optimizer, schedule, ranks).schedule
+    assert told is not None
+    assert (told["total_num_steps"], told["warmup_num_steps"]) == (steps, 2)  # as Accelerate has it
+
+
 @pytest.mark.parametrize(("batch_size", "wanted"), [(4, 4), (None, 4)])
 def test_a_total_batch_size_needs_no_other_number(batch_size: int | None, wanted: int) -> None:
     config = filled(DeepSpeedPlugin({"train_batch_size": 24}), "no", batch_size, 2, 3, Facts())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nbaccel import Accelerator, DeepSpeedPlugin, LocalSGD
-from nbaccel.testing import run_ranks
+from nbaccel import Accelerator, DeepSpeedPlugin, LocalSGD, testing
 from nbaccel.utils import DummyOptim, DummyScheduler, find_executable_batch_size
 
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed: make test-deepspeed"),
     pytest.mark.timeout(600),
 ]
+
+run_ranks = functools.partial(testing.run_ranks, timeout_s=300)  # each imports deepspeed anew
 
 ONES = torch.ones(2, 3, device="cpu")
 ON_HOST = {"offload_optimizer_device": "cpu"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nbaccel import Accelerator, DeepSpeedPlugin
-from nbaccel.errors import NotPrepared
-from nbaccel.testing import conformance, run_ranks
+from nbaccel import Accelerator, DeepSpeedPlugin, testing
+from nbaccel.errors import NotPrepared, RanksFailed
+from nbaccel.testing import conformance
 from nbaccel.utils import DummyOptim, DummyScheduler
 
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed: make test-deepspeed"),
     pytest.mark.timeout(600),
 ]
+
+run_ranks = functools.partial(testing.run_ranks, timeout_s=300)  # each imports deepspeed anew
 
 REFUSED = {
     "plain": "a model that is prepared before its optimizer",
@@ -31,14 +34,39 @@ REFUSED = {
 """Programs that ZeRO cannot train like one process, and why."""
 
 
+def _zero(stage: int, **fields: Any) -> dict[str, Any]:
+    """Return options of a stage, in which the small parameters of a test are cut too."""
+    table = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+    return {"deepspeed_plugin": DeepSpeedPlugin({"zero_optimization": table}, **fields)}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_stage_trains_like_one_process(stage: int, ranks: int) -> None:
     programs = [name for name in conformance.PROGRAMS if name not in REFUSED]
-    options = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)}
-    found = conformance.check("deepspeed", programs, ranks=ranks, options=lambda: options, timeout_s=400)
+    found = conformance.check("deepspeed", programs, ranks=ranks, options=lambda: _zero(stage), timeout_s=500)
     assert [result.program for result in found] == programs
     assert not [str(result) for result in found if not result.is_within]
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("plain", "prepare both in one call"),
+        ("two models", "DeepSpeed trains one model with one optimizer"),
+        ("out of memory", "forward_backward leads no step whose gradients DeepSpeed keeps"),
+        ("fp16", "DeepSpeed cannot compute in it on this cpu"),
+    ],
+)
+def test_a_program_that_zero_cannot_do_is_refused_with_its_reason(program: str, says: str) -> None:
+    with pytest.raises(RanksFailed, match=says):
+        conformance.check("deepspeed", [program], ranks=1, options=lambda: _zero(2), timeout_s=200)
+
+
+def test_what_was_not_used_is_taken_for_a_gradient_of_zero() -> None:
+    [found] = conformance.check("deepspeed", ["unused"], ranks=1, options=lambda: _zero(2), timeout_s=200)
+    assert not found.is_within
+    assert found.largest < 1e-2  # weight decay of what was not used, and nothing else
 
 
 class Net(nn.Module):
@@ -99,23 +127,23 @@ def _largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_groups_a_schedule_short_windows_and_clipping_are_those_of_one_process(stage: int) -> None:
     [alone] = run_ranks(1, lambda: _train(7, {}))
-    trained, *_ = run_ranks(2, lambda: _train(7, {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)}))
+    trained, *_ = run_ranks(2, lambda: _train(7, _zero(stage)))
     assert _largest(alone, trained) <= 1e-6
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 2)])
 def test_states_on_the_host_train_alike(stage: int, ranks: int) -> None:
-    fields: dict[str, Any] = {"zero_stage": stage, "offload_optimizer_device": "cpu"}
+    fields: dict[str, Any] = {"stage": stage, "offload_optimizer_device": "cpu"}
     if stage == 3:
         fields["offload_param_device"] = "cpu"
     [alone] = run_ranks(1, lambda: _train(7, {}))
-    trained, *_ = run_ranks(ranks, lambda: _train(7, {"deepspeed_plugin": DeepSpeedPlugin(**fields)}))
+    trained, *_ = run_ranks(ranks, lambda: _train(7, _zero(**fields)))
     assert _largest(alone, trained) <= 1e-6
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_goes_on_in_any_strategy_and_in_one_process(stage: int, tmp_path: Path) -> None:
-    ours = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)}
+    ours = _zero(stage)
     folder = str(tmp_path / "checkpoint")
     run_ranks(2, lambda: _train(6, ours, folder))
     assert not list(tmp_path.rglob("*.pkl"))
@@ -192,7 +220,7 @@ def _one_after_the_other() -> tuple[list[str], list[float]]:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     kinds, losses = [], []
-    for options in ({"strategy": "ddp"}, {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)}, {"strategy": "fsdp"}):
+    for options in ({"strategy": "ddp"}, _zero(3), {"strategy": "fsdp"}):
         accelerator = Accelerator(cpu=True, **options)
         prepared, stepping = accelerator.prepare(model, optimizer)
         loss = prepared(torch.ones(3, 4)).square().mean()

@@ -261,3 +261,19 @@ def test_the_doctor_reports(planned: Any) -> None:
     report = planned.run("%accelerate doctor").stdout
     assert "CUDA      not initialised in this process" in report
     assert "CPU       4 usable cores" in report
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "known_by"), [("accel0", "", "/dev/accel0"), ("", "TPU_NAME", "TPU_NAME")]
+)
+def test_a_tpu_is_named_with_what_drives_it(device: str, variable: str, known_by: str, tmp_path: Path) -> None:
+    if device:
+        write_files(tmp_path, {f"dev/{device}": ""})
+    survey = Survey.take(FakeNvml([]), {variable: "v3-8"} if variable else {}, tmp_path)
+    assert survey.tpu == known_by
+    assert f"\nTPU       {known_by}: NOT used, nbaccel drives none; Accelerate does" in report(survey, MachineFacts())
+    assert "TPU" not in report(replace(survey, tpu=""), MachineFacts())
+
+
+def test_apples_gpu_is_named_with_how_many_processes_train_on_it() -> None:
+    assert "GPUs      Apple's (MPS): one process trains on it, -n 1" in report(Survey(apple_gpu=True), MachineFacts())
