@@ -82,7 +82,7 @@ def _load_for_cells() -> None:
     load_once([SETUP, "nbaccel.notebook.cell_mode:run_cell"], warm=())
 
 
-_LOADS = (
+_LOADS: tuple[Callable[[], Any], ...] = (
     _load_for_cells,
     partial(import_module, "nbaccel.display.run_figure"),  # matplotlib
     partial(import_module, "nbaccel.notebook.stop_button"),  # ipywidgets
