@@ -76,7 +76,6 @@ UNGUARDED = {
     "_apply": "module._apply",
     "_buffers": "module._buffers",
     "_non_persistent_buffers_set": "module._non_persistent_buffers_set",
-    "_sync_module_buffers": "torch.nn.parallel.DistributedDataParallel._sync_module_buffers",
     "_check_reducer_finalized": "torch._C._distributed_c10d.Reducer._check_reducer_finalized",
     "_rebuild_buckets": "torch._C._distributed_c10d.Reducer._rebuild_buckets",
     "_call_impl": "module._call_impl",

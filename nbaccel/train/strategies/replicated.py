@@ -30,6 +30,11 @@ from nbaccel.train.strategies.single import IGNORED, Strategy, is_parallel, lend
 
 __all__ = ["Reduction", "Replica", "Replicated", "living_modules"]
 
+_NO_BUFFERS = "!tensors.empty() INTERNAL ASSERT"
+"""In DDP's error, before it sends anything, for a model that has lost its last buffers: `prune.remove` takes masks, and
+leaves the parameter that the reducer knows, under another name."""
+
+
 _NOT_ANNOUNCED = "not announced"
 """A doubt of `Reduction`: a backward that should have synchronised came from no forward of the model."""
 
@@ -169,18 +174,12 @@ class Replica(DistributedDataParallel):
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
+            if _NO_BUFFERS in str(error) and not self.modules_buffers:
+                return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # it knows now
             explained = explain_unused(str(error), self.module, self.reduction.parameters)
             if explained is None:
                 raise
             raise explained from error
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        """Exchange buffers as DDP does, if the model still has some: with none torch asserts by an internal error.
-
-        `prune.remove` takes the mask, and leaves the parameter, which the reducer knows, under another name.
-        """
-        if self.modules_buffers:
-            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
 
     def no_sync(self) -> Any:
         """Return DDP's own, without an effect for a static graph.
