@@ -15,11 +15,15 @@ import os
 import shlex
 import socket
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+from nbaccel.base.quantities import listed
 from nbaccel.errors import LaunchRefused
 from nbaccel.features.scripts.script import FLAGS
+from nbaccel.features.scripts.script_watch import ScriptWatch
 from nbaccel.options.flag_effects import GivenFlag, as_json
+from nbaccel.output.terminal import say
 
 __all__ = ["Elastic", "Nodes", "Program", "ScriptExit", "interface_to", "loopback_interface"]
 
@@ -204,14 +208,26 @@ class Elastic:
         if asked.standalone:
             offer_loopback()
             asked.standalone, asked.rdzv_backend, asked.rdzv_endpoint = False, LOOPBACK, "localhost"
+        watch = ScriptWatch(self.num_processes, say) if self.nodes.count == 1 and self.num_processes > 1 else None
         try:
-            run(asked)
+            with watch or nullcontext():
+                run(asked)
+                steps = [] if watch is None else watch.steps
         except ChildFailedError as error:
+            if watch is not None and watch.hang:
+                return ScriptExit(1, watch.hang)
             rank, failure = error.get_first_failure()
             return _failed(rank, failure.pid, failure.exitcode)
         except SignalException as stop:
             return ScriptExit(
                 _SIGNAL + stop.sigval, f"stopped by {stop.sigval.name}; the ranks of this machine are gone."
+            )
+        if len(set(steps)) > 1:
+            each = listed([f"rank {rank} {count}" for rank, count in enumerate(steps)])
+            say(
+                f"the ranks have begun different numbers of training steps: {each}. Unless join_uneven_inputs has "
+                "given them different numbers of batches, they were trained a step apart: look for an exception that "
+                "only some ranks catch, a `break` or a `continue`."
             )
         return ScriptExit(0)
 

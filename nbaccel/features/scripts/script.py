@@ -25,9 +25,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
+from nbaccel.base.events import reports
 from nbaccel.base.failures import Failure, classify
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.features.scripts.script_watch import WatchedRank
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.rank.lifetime import end_as_the_interpreter
 from nbaccel.options.flag_effects import ProgramKind
@@ -59,6 +61,9 @@ def main(words: Sequence[str]) -> NoReturn:
         _watch_flags(words[1], words[2])
         words = words[2:]
     _seed()
+    watched = WatchedRank.from_env()
+    if watched is not None:
+        reports.lead_to(watched)
     try:
         _run_module(*words[1:]) if words[0] == "-m" else _run_script(*words)
     except SystemExit as end:
@@ -69,6 +74,8 @@ def main(words: Sequence[str]) -> NoReturn:
         if classify(type(error).__name__, str(error)) is Failure.PEER_LOST:
             time.sleep(_CAUSE_FIRST_S)
         status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    if watched is not None and not status:
+        watched.finish()
     end_as_the_interpreter()
     os._exit(status & 0xFF)
 

@@ -20,14 +20,16 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from nbaccel.launching.ipc.control import ControlPage
+from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.ipc.user_code import ASK, cell_name, is_users, question_path, stack_path
-from nbaccel.launching.processes.handle import WorkerHandle
 
 __all__ = [
     "Hang",
     "HangWatch",
+    "WatchedMember",
     "ask_for_stack",
 ]
 
@@ -57,6 +59,26 @@ _CALLERS = (os.path.join(os.sep, "torch", "_ops.py"), os.path.join(os.sep, "torc
 """They call every operator of torch, collectives among them: who calls them says which."""
 _WAITS_FOR_DEVICE = os.path.join(os.sep, "torch", "cuda", "")
 _WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the end of backward
+
+
+class _MembersProcess(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    def signal(self, number: int) -> None: ...
+
+
+class WatchedMember(Protocol):
+    """A rank that is watched: a `WorkerHandle`, or a script's."""
+
+    rank: int
+    report: RankReport | None
+
+    @property
+    def process(self) -> _MembersProcess: ...
+
+    @property
+    def is_working(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +161,7 @@ class _Question:
     handler for it. It cannot be seen from here whose handler that is.
     """
 
-    def __init__(self, members: Sequence[WorkerHandle], store_path: str, now: float) -> None:
+    def __init__(self, members: Sequence[WatchedMember], store_path: str, now: float) -> None:
         self._members = members
         self._store_path = store_path
         self._sizes = {member.rank: _size(self._path(member)) for member in members}
@@ -171,10 +193,10 @@ class _Question:
             if member.is_working
         }
 
-    def _has_answered(self, member: WorkerHandle) -> bool:
+    def _has_answered(self, member: WatchedMember) -> bool:
         return _size(self._path(member)) > self._sizes[member.rank]
 
-    def _path(self, member: WorkerHandle) -> str:
+    def _path(self, member: WatchedMember) -> str:
         return stack_path(self._store_path, member.rank)
 
 
@@ -285,7 +307,7 @@ class HangWatch:
     def __init__(
         self,
         page: ControlPage,
-        members: Sequence[WorkerHandle],
+        members: Sequence[WatchedMember],
         store_path: str,
         limit_s: float | None,
         notice: Callable[[str], None],
@@ -382,7 +404,7 @@ class HangWatch:
                 return Hang(self._hang(stacks, quiet).rank, quiet, lines, is_certain=True, is_elsewhere=True)
         return self._hang(stacks, quiet) if self._ends_waiting else None
 
-    def _are_idle(self, working: Sequence[WorkerHandle], now: float) -> bool:
+    def _are_idle(self, working: Sequence[WatchedMember], now: float) -> bool:
         """Return whether no rank has computed for most of the time that is worth a notice."""
         is_long = now - self._used_at >= _NOTICE_S / 2
         return is_long and not any(_has_computed(each, self._used) for each in working)
@@ -417,12 +439,12 @@ class HangWatch:
         return report is not None and report.status == "stopped"
 
 
-def _has_computed(member: WorkerHandle, used: Mapping[int, float]) -> bool:
+def _has_computed(member: WatchedMember, used: Mapping[int, float]) -> bool:
     """Return whether the rank has computed since half of `_CERTAIN_S` was over, when it had `used` so much."""
     return _seconds_used(member) - used.get(member.rank, 0.0) >= _IDLE * (_NOTICE_S - _CERTAIN_S / 2)
 
 
-def _seconds_used(member: WorkerHandle) -> float:
+def _seconds_used(member: WatchedMember) -> float:
     """Return the seconds of processors that the rank has used so far."""
     import psutil  # takes 10 ms, and is needed only if ranks make no progress
 
@@ -433,7 +455,7 @@ def _seconds_used(member: WorkerHandle) -> float:
     return float(times.user + times.system)
 
 
-def _wants_a_processor(member: WorkerHandle) -> bool:
+def _wants_a_processor(member: WatchedMember) -> bool:
     """Return whether the rank's main thread is running, or would if a processor were free."""
     try:
         with open(f"/proc/{member.process.pid}/stat", encoding="ascii", errors="replace") as file:

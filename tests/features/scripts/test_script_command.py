@@ -294,3 +294,61 @@ def test_an_interrupt_of_the_command_ends_its_ranks(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGINT
     assert said.splitlines()[-1] == "nbaccel: stopped by SIGINT; the ranks of this machine are gone."
     assert [pid for pid in ranks if os.path.exists(f"/proc/{pid}")] == []
+
+
+WAITS = """
+import os, sys, torch
+from nbaccel import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.DataLoader(torch.ones(32, 4), batch_size=2)
+model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+for number, x in enumerate(data):
+    try:
+        loss = model(x).sum()
+        if accelerator.process_index == 1 and number == 3:
+            if sys.argv[1] == "breaks":
+                break
+            if sys.argv[1] == "catches":
+                raise RuntimeError("of one rank")
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    except RuntimeError:
+        pass
+    if sys.argv[1] == "gathers" and accelerator.is_main_process:
+        accelerator.gather(loss.detach())
+if sys.argv[1] == "breaks":
+    accelerator.gather(loss.detach())
+"""
+
+
+def launch_soon_sure(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
+    """Launch a script of which one rank `what`, with a watch that is sure of a hang after two seconds."""
+    (folder / "waits.py").write_text(WAITS)
+    code = "import sys; from nbaccel.launching.processes import hangs; hangs._CERTAIN_S = 2.0; "
+    code += "from nbaccel.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "launch", "-n", "2", "--cpu", "waits.py", what]
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("what", ["breaks", "gathers"])
+def test_ranks_of_a_script_that_wait_in_different_calls_are_ended_with_the_line_of_each(
+    what: str, tmp_path: Path
+) -> None:
+    done = launch_soon_sure(tmp_path, what)
+    assert done.returncode == 1, done.stderr
+    assert "the ranks are out of step: they wait in different calls" in done.stderr
+    assert len(re.findall(r"rank [01]: .*waits\.py, line \d+", done.stderr)) == 2, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_script_whose_ranks_end_a_step_apart_is_told_so(tmp_path: Path) -> None:
+    done = launch_soon_sure(tmp_path, "catches")
+    assert done.returncode == 0, done.stderr
+    assert "the ranks have begun different numbers of training steps: rank 0 8, rank 1 7." in done.stderr
