@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.base import exchange_time as under_test
-from nbaccel.base.exchange_time import ExchangeClock
+from nbaccel.base.exchange_time import EVERY, MEASURED, ExchangeClock
 
 
 class Clocks:
@@ -35,11 +35,12 @@ def train(clock: ExchangeClock, clocks: Clocks, exchange_s: float, slower: float
     """Steps of 2 ms of computation, half of it in the backward, with an exchange in it, on a machine of other jobs."""
     for _ in range(steps):
         clocks.move(0.001 * slower, 0.001)
-        is_measured = clock.is_due()
+        clock.backwards += 1
+        is_measured = clock.backwards % EVERY == MEASURED
         began = clocks.perf_counter(), clocks.thread_time()
         clocks.move(0.001 * slower + exchange_s, 0.001)
         if is_measured:
-            clock.end_backward(*began)
+            clock.measured.append((*began, clocks.perf_counter(), clocks.thread_time(), clock.backwards))
 
 
 @pytest.mark.parametrize("slower", [1.0, 4.0])
@@ -70,6 +71,10 @@ def test_another_task_begins_with_nothing(clocks: Clocks) -> None:
     assert (clock.read().seconds, clock.read().of_s) == (0.0, 1.0)
 
 
-def test_every_eighth_backward_is_measured_and_not_the_first() -> None:
+def test_what_was_measured_is_summed_up_once_and_not_kept(clocks: Clocks) -> None:
     clock = ExchangeClock()
-    assert [at for at in range(20) if clock.is_due()] == [1, 9, 17]
+    train(clock, clocks, 0.006, 1.0)
+    assert len(clock.measured) == 5
+    once = clock.read().seconds
+    assert not clock.measured
+    assert clock.read().seconds == once

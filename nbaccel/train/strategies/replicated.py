@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nbaccel.base.exchange_time import exchange_clock
+from nbaccel.base.exchange_time import EVERY, MEASURED, exchange_clock
 from nbaccel.base.quantised import base_of
 from nbaccel.base.task_end import before_results_leave
 from nbaccel.train.distributed.callers import warn_user
@@ -295,7 +295,8 @@ class Replicated(Strategy):
             self._expect_gradients(loss)
         before = self._marks() if self._looks_closely else None
         # On the CPU this thread computes, and rests while torch's reducer waits for the other ranks.
-        is_measured = loss.is_cpu and exchange_clock.is_due()
+        exchange_clock.backwards += 1
+        is_measured = loss.is_cpu and exchange_clock.backwards % EVERY == MEASURED
         began_s, busy_s = (time.perf_counter(), time.thread_time()) if is_measured else (0.0, 0.0)
         try:
             loss.backward(**kwargs)
@@ -305,7 +306,8 @@ class Replicated(Strategy):
                 raise
             raise explained from error
         if is_measured:
-            exchange_clock.end_backward(began_s, busy_s)
+            ended = time.perf_counter(), time.thread_time()
+            exchange_clock.measured.append((began_s, busy_s, *ended, exchange_clock.backwards))
         # Without a call between: it is looked at after every backward.
         for reference in self.replicas:
             replica = reference()
