@@ -68,8 +68,9 @@ def test_the_panel_follows_the_run_at_two_frames_per_second_at_most(kernel: Real
     assert len(frames) <= 1 + 2 * cell.seconds
     assert all("text/html" in frame and "<script" not in frame["text/html"] for frame in frames)
     assert len({frame["text/html"] for frame in frames}) == len(frames)
-    heights = {tuple(re.findall(r'style="(?:max-)?height:(\d+)px', frame["text/html"])) for frame in frames}
-    assert len(heights) == 1
+    heights = [tuple(re.findall(r'style="(?:max-)?height:(\d+)px', frame["text/html"])) for frame in frames]
+    assert heights == sorted(heights, key=len), "a frame may come before the first value of acc"
+    assert len(set(heights)) <= 2
     assert max(len(json.dumps(frame)) for frame in frames) < 18_000
 
 
