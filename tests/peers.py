@@ -16,10 +16,8 @@ _OURS = {
     "DistributedDataParallelKwargs": "nbaccel.train.step.kwargs_handlers",
     "GradScalerKwargs": "nbaccel.train.step.kwargs_handlers",
     "GradientAccumulationPlugin": "nbaccel.train.step.accumulation",
-    "LocalSGD": "nbaccel.features.local_sgd.averaged_models",
     "ProfileKwargs": "nbaccel.train.step.kwargs_handlers",
 }
-_THEIRS = {"LocalSGD": "accelerate.local_sgd"}
 
 
 def toolkit(name: str) -> SimpleNamespace:
@@ -29,6 +27,6 @@ def toolkit(name: str) -> SimpleNamespace:
     else:
         warnings.simplefilter("ignore")
         os.environ["OMP_NUM_THREADS"] = "1"
-        homes = {kind: _THEIRS.get(kind, "accelerate.utils") for kind in _OURS}
+        homes = dict.fromkeys(_OURS, "accelerate.utils")
     classes = {kind: getattr(import_module(home), kind) for kind, home in homes.items()}
     return SimpleNamespace(Accelerator=import_module(name).Accelerator, **classes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def _weights(name: str, every: int | None, steps: int = 1, batches: int = 5) -> 
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     weight = next(model.parameters())
     seen = []
-    with tools.LocalSGD(
+    with import_module(f"{name}.local_sgd").LocalSGD(
         accelerator=accelerator, model=model, local_sgd_steps=every, enabled=every is not None
     ) as local_sgd:
         for _ in range(batches):
