@@ -7,6 +7,7 @@ below the terms of a part with what lay there in the whole batch, or in other ra
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import product
@@ -18,10 +19,12 @@ from torch import nn
 
 from nbaccel.train.raw_loop.node_kinds import (
     ELEMENTWISE,
+    GATHERED,
     LEAF,
     MEANS,
     PICKS,
     REDUCING,
+    SAME,
     SUMS,
     WITH_REDUCTION,
     from_below,
@@ -41,7 +44,66 @@ _STATISTICS = (REDUCING - {"Trace"}) | names(
 _WITH_LENGTHS = _STATISTICS | WITH_REDUCTION
 _DISTANCE_MATRICES = names("Cdist EuclideanDist")
 _PAIRWISE = names("Mm Bmm Addmm Baddbmm Addbmm Mv Linear") | _DISTANCE_MATRICES
+_CONVOLUTIONS = names(
+    "Convolution ConvolutionOverrideable ConvDepthwise2D ConvDepthwise3D ConvTbc CudnnConvolution MiopenConvolution "
+    "CudnnConvolutionTranspose MiopenConvolutionTranspose MiopenDepthwiseConvolution MkldnnConvolution MpsConvolution "
+    "MpsConvolutionTranspose NnpackSpatialConvolution SlowConv2D SlowConv3D SlowConvDilated2D SlowConvDilated3D "
+    "SlowConvTranspose2D SlowConvTranspose3D GridSampler2D GridSampler2DCpuFallback GridSampler3D CudnnGridSampler "
+    "NativeGroupNorm Im2Col Col2Im"
+)
+"""Operations whose first dimension alone is that of samples."""
+
+_SPATIAL = re.compile(r"(AvgPool|MaxPool|MaxUnpool|Upsample|ReflectionPad|ReplicationPad)\w*?([123])D")
+"""Operations that mix along their last dimensions, as many as the name says."""
+
+_MATRICES = ("Linalg", "Cholesky", "Lu", "Triangular", "Ormqr", "Geqrf")
+"""Begins of names of operations on the last two dimensions."""
+
+_ALONG_DIMS = names("FftR2C FftC2R FftC2C Unfold Glu LinalgCross Gather Renorm")
+
+_BY_SAMPLE = (
+    ELEMENTWISE
+    | SAME
+    | GATHERED
+    | names(
+        "Acos Acosh Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Angle Bernoulli Ceil Celu Clone Complex Conj "
+        "ConjPhysical Copysign Cosh Deg2Rad Digamma Elu Eq Erfc Erfinv Exp2 Fill Floor Fmax Fmin Fmod Frac "
+        "FusedDropout Ge Gelu Gt Hardshrink Hardsigmoid Hardswish Hardtanh Hypot I0 Igamma Igammac Ldexp Le "
+        "LeakyRelu Lerp Lgamma Lift LiftFresh Log10 Log1P Logaddexp Logaddexp2 Logit Lt MaskedFill MaskedScatter "
+        "MaskedSelect Mish Mvlgamma NanToNum NativeDropout Ne NegView Nextafter PinMemory Polar Polygamma "
+        "PreluKernel Rad2Deg Remainder Round RreluWithNoise Rsub Silu Sinc Sinh Softshrink SpecialEntr "
+        "SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py SpecialZeta Tan "
+        "Threshold Trunc Where Xlogy Zero FakeQuantizePerTensorAffineCachemask "
+        "FakeQuantizePerChannelAffineCachemask FakeQuantizeLearnablePerTensorAffine ChannelShuffle Chunk Diagonal "
+        "DiagEmbed LazyClone NarrowCopy PixelShuffle PixelUnshuffle ReshapeCopy Select SelectScatter SliceScatter "
+        "SliceInverse DiagonalScatter AsStridedScatter ConstantPadNd Tril Triu ViewAsComplex ViewAsReal ToDense "
+        "ToSparse ToPaddedTensor ToMkldnn MkldnnReshape Coalesce Values BlockDiag Trace SplitWithSizes Split "
+        "Slice Unbind UnsafeSplit UnsafeSplitWithSizes IndexPut IndexPutImpl IndexCopy IndexFill IndexSelect Put "
+        "Scatter Take UnsafeIndex UnsafeIndexPut UnsafeMaskedIndex Embedding EmbeddingBag EmbeddingRenorm CtcLoss "
+        "CudnnCtcLoss MiopenCtcLoss NativeLayerNorm FusedRmsNorm NativeBatchNorm NativeBatchNormLegit "
+        "NativeBatchNormLegitNoTraining BatchNormWithUpdate BatchNormNoUpdate CudnnBatchNorm MiopenBatchNorm "
+        "PackPaddedSequence ThnnFusedLstmCell ThnnFusedGruCell LstmMps AffineGridGenerator "
+        "CudnnAffineGridGenerator Trilinear MkldnnLinear Matmul GroupedMm Addmv Addr StandardGamma Normal Poisson "
+        "Uniform Exponential Cauchy LogNormal Geometric Random WeightNormInterface SparseAddmm SparseMask "
+        "SparseMmReduceImpl SparseSampledAddmm SparseSparseMatmul SparseCooTensorWithDimsAndTensors SegmentReduce"
+    )
+)
+"""Operations that compute each sample by itself, or whose signs are looked for elsewhere. A batch norm mixes samples on
+purpose, which a line says; those of sparse tensors are of graphs that lie side by side in a batch."""
+
 _COLLECTED = names("IndexAdd IndexReduce ScatterAdd ScatterReduce")
+
+
+_TREATED = (
+    _STATISTICS
+    | WITH_REDUCTION
+    | _PAIRWISE
+    | _COLLECTED
+    | names("Dot Vdot Pdist MkldnnRnnLayer CudnnRnn MiopenRnn Index Expand Repeat Nansum")
+)
+"""Operations whose signs `_sign` looks for."""
+
+_SAVED_DIMS = ("_saved_dim", "_saved_dimension")
 
 
 def obstacle_below(reading: LossTerms, rows: int) -> str:
@@ -75,6 +137,8 @@ def obstacle_below(reading: LossTerms, rows: int) -> str:
             if sign := _sign(node, kind, edges, carries, rows) or _sign_of_masked(
                 node, kind, edges, carries, masked, rows
             ):
+                return sign
+            if node not in masked and (sign := _sign_of_layer(node, kind, edges, carries, rows)):
                 return sign
     return ""
 
@@ -173,6 +237,50 @@ def _sign(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -> str
     return _compared(rows, rows) if kind == "Pdist" else ""
 
 
+def _sign_of_layer(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -> str:
+    """Detect a batch in a dimension along which an operation computes; one that is not known may do so in any."""
+    kind = kind.partition("Backward")[0]  # of the graph of a gradient
+    if kind in _TREATED | _BY_SAMPLE or "Attention" in kind or _is_of_others(node):
+        return ""
+    under = _shape_of_input(node, edges, carries)
+    axis = _axis_of(under, rows)
+    if axis is None:
+        return ""
+    spatial = _SPATIAL.match(kind)
+    if spatial:
+        is_mixed = axis >= len(under) - int(spatial[2])
+    elif kind.startswith(_MATRICES) and kind not in _ALONG_DIMS:
+        is_mixed = axis >= len(under) - 2
+    elif kind in _ALONG_DIMS:
+        found = next((getattr(node, name) for name in _SAVED_DIMS if hasattr(node, name)), ())
+        dims = (found,) if isinstance(found, int) else found or ()
+        is_mixed = axis in {signed(dim) % len(under) for dim in dims}
+    else:
+        is_mixed = axis > 0 or kind not in _CONVOLUTIONS
+    return f"an operation along the batch ({kind.lower()})" if is_mixed else ""
+
+
+def _is_of_others(node: Any) -> bool:
+    """Return whether a node is a Python function of a program's, or of C++ outside of torch's operations."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction) or "::" in node.name()
+
+
+def _shape_of_input(node: Any, edges: Any, carries: set[Any]) -> tuple[int, ...]:
+    """Return the shape of the value that an operation computes with, which has no graph in a first layer."""
+    if edges and edges[0][0] is not None:
+        return shape_at(edges[0]) if edges[0][0] in carries else ()
+    saved = getattr(node, "_saved_input", None)
+    saved = getattr(node, "_saved_self", None) if saved is None else saved
+    return tuple(saved.shape) if isinstance(saved, torch.Tensor) else shape_at((node, 0))
+
+
+def _axis_of(shape: tuple[int, ...], rows: int) -> int | None:
+    """Return the dimension that counts samples; None if there is no sign of one."""
+    if rows in shape:
+        return shape.index(rows)
+    return 0 if shape and shape[0] and shape[0] % rows == 0 else None
+
+
 def _compared(one: int, other: int) -> str:
     return f"samples are compared with each other (a matrix of {one} x {other})"
 
@@ -190,8 +298,11 @@ def _sign_of_product(kind: str, operands: Any, shape: tuple[int, ...], carries: 
         return ""
     if len(shape) > 1 and shape[-2] % rows == shape[-1] % rows == 0 and (shape[-2] == shape[-1] or not is_frozen):
         return _compared(*shape[-2:])
-    if kind == "Mm" and operands[0][0] is None:
-        return "a sum along the batch" if shape_at(operands[1])[:1] == (rows,) else ""
+    if is_frozen and kind not in _DISTANCE_MATRICES | {"Mv"}:  # a constant; its other side is of the batch
+        side, inner = (1, -2) if operands[0][0] is None else (0, -1)
+        under = shape_at(operands[side])
+        others = prod(under[:inner]) if len(under) > 1 else rows
+        return "a sum along the batch" if len(under) > 1 and under[inner] == rows and others % rows else ""
     if kind in _DISTANCE_MATRICES or is_frozen:
         return ""
     return "a sum along the batch" if shape_at(operands[0])[-1] % rows == 0 else ""
