@@ -253,6 +253,7 @@ class NotPrepared(NbaccelError):
     Attributes:
         is_of_parts: The error may come from batches that are split between the ranks; whole batches on every rank may
             avoid it.
+        is_of_states: It does, and each rank has made a state of its own of these parts, which steps may have used.
 
     Example:
         In a cell, of a loop that prepares nothing::
@@ -263,6 +264,7 @@ class NotPrepared(NbaccelError):
     """
 
     is_of_parts = False
+    is_of_states = False
 
 
 class FlagWithoutEffect(NbaccelError):

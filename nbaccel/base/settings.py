@@ -17,6 +17,7 @@ __all__ = [
     "BATCH_CHOICES",
     "CHECKPOINT_DIR",
     "EACH",
+    "FIRST",
     "FSDP",
     "OOM_CHOICES",
     "PARTITIONING",
@@ -24,6 +25,7 @@ __all__ = [
     "SHRINK",
     "SPLIT",
     "START_METHODS",
+    "STATES",
     "STOP",
     "STRATEGIES",
     "STRATEGY_ENTRY_POINTS",
@@ -54,7 +56,10 @@ OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
 BATCH_CHOICES = SPLIT, EACH = ("split", "each")
 WHOLE = "whole"
 """Batches of ranks in a loop that was not prepared: a part of each batch, or their own batches. All of each batch,
-`WHOLE`, is no choice of a person's: a run that failed on its first parts starts again so."""
+`WHOLE`, is no choice of a person's: a run that failed on its parts starts again so."""
+
+FIRST, STATES = "first", "states"
+"""How a run fails on parts of batches: on its first ones, or by states that each rank has made of its own."""
 
 CHECKPOINT_DIR = "nbaccel_checkpoints"
 """Default folder in the working directory, whose files Kaggle keeps; made only when something is saved."""

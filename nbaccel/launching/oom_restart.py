@@ -2,7 +2,7 @@
 
 `OomRestartPolicy` decides and words, between one attempt and the next; `Launcher` acts. The effective batch does not
 change: the ranks of the next attempt cut every batch of a training loop into more parts (`RunSettings.split`).
-`PartsRestartPolicy` restarts a run that failed on its first part of a batch, for no want of memory, with whole ones.
+`PartsRestartPolicy` restarts a run that failed on parts of batches, for no want of memory, with whole ones.
 `RunRecorder` keeps what the policy reads, one for each attempt: it receives the ranks' events, which outlive the ranks.
 `OomKillWatch` finds out whether the system's out-of-memory killer ended a rank, which reports nothing then: it compares
 the control group's own count before and after. `raise_oom_score` has it choose a rank before the notebook.
@@ -24,7 +24,7 @@ from nbaccel.base.failures import Failure
 from nbaccel.base.hardware import Gpu, out_of_memory_kills, usable_memory
 from nbaccel.base.memory_request import WHAT_HELPS, MemoryRequest, describe_size
 from nbaccel.base.quantities import in_gb
-from nbaccel.base.settings import SHRINK, WHOLE, RunSettings
+from nbaccel.base.settings import SHRINK, STATES, WHOLE, RunSettings
 from nbaccel.launching.ipc.reports import ErrorLink, Place, signal_name
 from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.kernel_models import KernelHolding
@@ -383,8 +383,10 @@ class PartsRestartPolicy:
     """Restart policy of one run, asked after every attempt that did not fail of memory.
 
     A loop that prepares nothing is given parts of its batches. One that counts on whole ones, as by ``view(64, -1)`` or
-    by labels that it has made before, fails on the first part. Nothing was trained on parts then, so the run
-    starts again, once, with whole batches in every rank. Files that a rank has written would be written twice.
+    by labels that it has made before, fails on the first part. One that makes a state of its batches, as a running
+    mean, fails once the ranks' states differ. So the run starts again, once, with whole batches in every rank, while
+    little is lost by it. The ranks of before are gone, with all that they have trained; files that a rank has written
+    would be written twice.
 
     Args:
         failed: The attempt that failed on its parts, and was followed by one with whole batches; None for none.
@@ -402,15 +404,20 @@ class PartsRestartPolicy:
             return None
         if attempt.spec.stays or attempt.spec.no_restart or self._has_written(attempt):
             return None
+        has_states = report.facts["fails_on_parts"] == STATES
+        if has_states and ended.seconds > _LONGEST_LOSS_S:
+            return None
         self.failed = attempt
         text = (report.cause.headline or [report.cause.type_name])[0]
         text = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+        happened = f"rank {rank} failed on its first part of a batch ({text}), as code does that counts on whole ones"
+        if has_states:
+            happened = f"rank {rank} stopped ({text})"
         settings = RunSettings(batches=WHOLE).over(attempt.spec.settings)
         left_s = None if attempt.spec.timeout_s is None else max(0.0, attempt.spec.timeout_s - ended.seconds)
         return Restart(
             replace(attempt.spec, settings=settings, timeout_s=left_s),
-            f"rank {rank} failed on its first part of a batch ({text}), as code does that counts on whole ones; "
-            f"started again with whole batches in each of {attempt.spec.world_size} ranks, the same work",
+            f"{happened}; started again with whole batches in each of {attempt.spec.world_size} ranks, the same work",
         )
 
     def the_one_to_tell(self, last: LaunchAttempt) -> tuple[LaunchAttempt, str]:

@@ -338,6 +338,36 @@ def test_the_first_error_is_shown_where_whole_batches_fail_too(kernel: RealKerne
     assert "With whole batches in every rank it failed, too" in error.text
 
 
+MAKES_A_STATE = """
+history, mean = [], torch.zeros(6, dtype=x.dtype)
+for epoch in range(2):
+    for a, b in DataLoader(TensorDataset(x[:64], y[:64]), batch_size=16):
+        loss = nn.functional.mse_loss(model(a - mean), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = 0.5 * mean + 0.5 * a.mean(0)
+        history.append(loss.item())
+"""
+
+
+def test_a_loop_that_makes_a_state_of_its_batches_starts_again_with_whole_ones(kernel: RealKernel, start: str) -> None:
+    expected = plain(kernel, loop=MAKES_A_STATE)
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(MAKES_A_STATE, start))
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+    assert "NotPrepared: the loss uses mean, which the loop makes of its batches" in cell.text
+    assert cell.text.count("started again with whole batches in each of 2 ranks, the same work") == 1
+
+
+@pytest.mark.full
+def test_a_state_that_ranks_have_made_is_an_error_where_a_file_was_written(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    failed = kernel.run(accelerate('torch.save(x, "x.pt")' + MAKES_A_STATE))
+    assert "the step was not taken" in failed.failed("NotPrepared").text
+    assert "started again" not in failed.text
+
+
 @pytest.mark.full
 def test_what_has_written_a_file_or_trained_on_parts_does_not_start_again(kernel: RealKernel) -> None:
     kernel.do(SETUP)

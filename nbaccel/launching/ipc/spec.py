@@ -225,8 +225,8 @@ class TaskWatch(Protocol):
         """Note that the program has wrapped a model for several ranks by itself, so that it is written for them."""
 
     @property
-    def fails_on_parts(self) -> bool:
-        """Return whether the task has failed on its first part of a batch, in a way that a whole one may not."""
+    def fails_on_parts(self) -> str:
+        """Return how the task has failed on parts of batches, in a way that it may not on whole ones; "" if not."""
 
     @property
     def is_at_work(self) -> bool:

@@ -122,4 +122,4 @@ class _SetupWatch(RankPart):
             with contextlib.suppress(Exception):  # a class of the user's may raise anything
                 if watch.is_of_batch(parameters_of(plain(namespace[name]))):
                     of_batches.append(name)
-        return {"of_batches": of_batches, "fails_on_parts": status == "failed" and watch.fails_on_parts}
+        return {"of_batches": of_batches, "fails_on_parts": watch.fails_on_parts if status == "failed" else ""}

@@ -9,6 +9,7 @@ Reasons: docs/design/one-line.md
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -44,12 +45,16 @@ from nbaccel.train.raw_loop.graph import (
     users_scalars,
     without_scale,
 )
+from nbaccel.train.raw_loop.outside_values import OutsideValues, as_text, of_parts
 from nbaccel.train.raw_loop.terms import Term, read
 from nbaccel.train.raw_loop.trained_tensors import Models, sums_of
 
 __all__ = ["AveragedTraining", "Averaging", "AveragingNotices"]
 
 _CALL = "loss.backward()"
+_NEAR = 1e-3
+"""Losses of the same work may differ by this share, where a device adds up in any order."""
+
 _LOOKS = 16
 """Number of backwards after which buffers are compared with those of other ranks."""
 
@@ -160,6 +165,9 @@ class Averaging:
         self._decisions = Decisions(lambda: losses.state)
         self._noted_buffers: set[int] = set()
         self._has_extras = False
+        self._outside = OutsideValues({})  # of the present loss
+        self._fixed: set[str] = set()  # outside values whose shapes do not depend on the samples
+        self._apart: set[str] = set()  # those that differed between ranks that had the same batch
 
     @property
     def losses(self) -> LossHistory:
@@ -294,6 +302,7 @@ class Averaging:
             obstacle = "a hook that may change the gradient of a parameter"
         named = [] if len(roots) != 1 or not handed.is_part else users_scalars(readings[0], VALUES - 1)
         shown = [root for root in roots[:1] if root.numel() == 1] + [value for value, _ in named]
+        self._outside = self._watch.outside(roots)
         told, mine = self._exchange_headers(leaves, new, extras, terms, shape, shown, bool(obstacle))
         causes = None if obstacle else told.decisive()
         if causes is not None:
@@ -327,6 +336,8 @@ class Averaging:
         self._steps.agree(int(max(each.at for each in header.says)))
         givers, handed = self._agree(header, obstacle), self._passes.handed
         self._share_noise(header)
+        self._compare_outside(header)
+        self._compare_work(header, givers)
         if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
             self._notices.note_lengths()
         pure = self._losses.without_batch(header.says[self._world.rank].shape, terms, header.counts, givers, handed)
@@ -389,6 +400,7 @@ class Averaging:
                 noise=self._passes.noise if is_uneven else 0,  # otherwise they have drawn equally often
                 lengths=lengths,
                 rates=rates,
+                outside=self._outside.digest,
                 check=sum(sums_of([*mine.values()])) if is_check_due else 0.0,
             )
             told = self._tell(say, pairs, values)
@@ -431,6 +443,55 @@ class Averaging:
         here = [rank for rank, say in enumerate(header.says) if not say.done]
         if all(header.says[rank].noise for rank in here) and not header.all_equal("noise", here):
             self._passes.share_noise(self._collective().gather_objects)
+
+    def _compare_outside(self, header: Header) -> None:
+        """Compare what the losses use beside their batches.
+
+        Raises:
+            NotPrepared: It is a state that each rank has made of its own parts of the batches.
+        """
+        here = [rank for rank, say in enumerate(header.says) if not say.done]
+        if not all(header.says[rank].outside for rank in here) or header.all_equal("outside", here):
+            return
+        all_told = self._collective().gather_objects([self._outside.told()])
+        told, rows = [all_told[rank] for rank in here], [header.says[rank].rows for rank in here]
+        found = of_parts(told, rows, self._fixed, not header.all_equal("noise", here))
+        if not any(header.says[rank].part for rank in here):
+            self._apart.update(found)
+        elif found := [key for key in found if key not in self._apart]:
+            said = ", ".join(f"rank {rank}: {as_text(each[found[0]])}" for rank, each in zip(here, told, strict=True))
+            name, line = self._outside.name(found[0])
+            raise self._is_of_own_batches(
+                f"the loss uses {name}, which the loop makes of its batches, and these were split: each rank has made "
+                f"another one ({said}; {line})"
+            )
+
+    def _compare_work(self, header: Header, givers: Sequence[int]) -> None:
+        """Compare losses of the same work, which ranks do whose batch was not cut.
+
+        Raises:
+            NotPrepared: They do it on samples that each has collected from its own parts of the batches.
+        """
+        passes = self._passes
+        is_apart = any(header.says[rank].part or header.says[rank].own for rank in givers) or passes.is_shared_out
+        losses = [header.values[rank][:1] for rank in givers]
+        if is_apart or not passes.has_split or not all(losses):
+            return
+        finite = [loss for (loss,) in losses if math.isfinite(loss)]
+        if finite and max(finite) - min(finite) > _NEAR * max(map(abs, finite)):
+            said = ", ".join(f"rank {rank}: {loss:.6g}" for rank, (loss,) in zip(givers, losses, strict=True))
+            raise self._is_of_own_batches(
+                "the loop trains on samples that it has collected of its batches, and these were split: each rank has "
+                f"collected others (a batch that was not split has another loss in each: {said})"
+            )
+
+    def _is_of_own_batches(self, what: str) -> NotPrepared:
+        error = NotPrepared(
+            f"{what}. {self._world.place}, step {self._steps.count}; the step was not taken. %%accelerate --batches "
+            "each gives each rank batches, and states, of its own; -n 1 trains as before."
+        )
+        error.is_of_parts = error.is_of_states = True
+        return error
 
     def _cannot_measure(self, why: str) -> NotPrepared:
         remedy = "%%accelerate --batches each gives each rank batches of its own; -n 1 trains as before."
@@ -580,6 +641,7 @@ class Averaging:
     def _accompany(self, header: Header) -> None:
         self._agree(header, "")
         self._share_noise(header)
+        self._compare_outside(header)
         together = self._union(header, ())
         tensors = [self._tensor(number) for number in together]
         round_ = self._exchanges().begin(tuple(together), tensors, ())

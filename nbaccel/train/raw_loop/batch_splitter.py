@@ -500,11 +500,18 @@ class BatchSplitter:
                 count = samples_of_batch(batch, 0, this.is_collated, this.batch_size).count
                 label = Label(label.is_apart, count, count)
         self._note_taken(this, label)
+        handed = self._handed_parts[this.key] if label.is_apart else 0
         if self._is_to_be_watched(this, label):
             self._watches_next = False
             self._watch.begin(batch, label.rows)
-        elif this.taken >= REMEMBERED:
+        elif handed and not handed & (handed - 1) and self._mode == SPLIT and torch.is_grad_enabled():
+            self._watch.begin(batch, label.rows, marks=False)
+        elif handed and not handed & (handed + 1):
+            self._watch.remember(batch)
+        elif this.taken >= REMEMBERED and not handed:
             self._watch.end()
+        if self._watch.is_open:
+            self._watch.add(batch)
         return batch
 
     def note_passed(self, iterator: Any) -> None:

@@ -7,13 +7,14 @@ samples is `MIXED`; what is computed of its number, and not of its graph, is `HI
 `terms` and `sample_independence`, and a count that divides a loss by `gradient_weights`.
 
 What leaves torch is followed by its value only: ``.item()`` that comes back as a number or in a small new tensor.
+What enters a loss from outside of its batch is followed by `outside_values`, in these batches and in some later ones.
 """
 
 from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from nbaccel.base.notices import is_users
 from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.raw_loop.node_kinds import names
+from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValues, tensors_in
 
 __all__ = ["BatchWatch"]
 
@@ -56,25 +58,56 @@ class BatchWatch:
 
     Args:
         watches: False makes one that watches nothing.
+        is_trained: Whether ranks keep a tensor equal.
     """
 
-    def __init__(self, watches: bool = True) -> None:
+    def __init__(self, watches: bool = True, is_trained: Callable[[Tensor], bool] = lambda tensor: False) -> None:
         self._watches = watches
+        self._is_trained = is_trained
         self._trace: _Trace | None = None
+        self._before: list[StorageWeakRef] = []
 
     @property
     def is_on(self) -> bool:
+        """True while values of the whole batch are looked for."""
+        return self._trace is not None and self._trace.marks
+
+    @property
+    def is_open(self) -> bool:
         """True while a batch is watched."""
         return self._trace is not None
 
-    def begin(self, batch: Any, rows: int) -> None:
-        """Watch what is computed of `batch`, which has `rows` samples, and of those that are watched already."""
+    def begin(self, batch: Any, rows: int, marks: bool = True) -> None:
+        """Watch what is computed of `batch`, which has `rows` samples, and of those that are watched already.
+
+        Args:
+            marks: Look for values of the whole batch, too, beside those from outside of it.
+        """
         if self._trace is None:
             if not (self._watches and _may_watch()):
                 return
-            self._trace = _Trace()
+            self._trace = _Trace(marks, OutsideUses(self._is_trained))
+            self._trace.outside.add_memory(self._before)
             self._trace.__enter__()  # type: ignore[no-untyped-call]
         self._trace.add(batch, rows)
+        self.remember(batch)
+
+    def add(self, batch: Any) -> None:
+        """Note that another batch was handed out; it is none of what comes from outside."""
+        if self._trace is not None:
+            self._trace.outside.add(batch)
+
+    def remember(self, batch: Any) -> None:
+        """Note the batch before one that is to be watched: loops that fetch ahead compute with it then."""
+        self._before = []
+        for each in tensors_in(batch):
+            with suppress(NotImplementedError, RuntimeError):
+                if isinstance(each, Tensor):
+                    self._before.append(StorageWeakRef(each.untyped_storage()))
+
+    def outside(self, roots: Sequence[Tensor]) -> OutsideValues:
+        """Return the values from outside of the batch on which the losses `roots` depend."""
+        return OutsideValues({}) if self._trace is None else self._trace.outside.of(roots)
 
     def end(self) -> None:
         """Watch no longer. Calling this again has no effect."""
@@ -98,7 +131,7 @@ class BatchWatch:
 
     def obstacle(self, roots: Sequence[Tensor]) -> str:
         """Return which value of the whole batch enters one of the losses `roots`; "" where none is known."""
-        trace = self._trace
+        trace = self._trace if self.is_on else None
         found = "" if trace is None else next((line for root in roots if (line := trace.hidden_in(root))), "")
         return found and f"its loss uses a number of the whole batch ({found})"
 
@@ -146,8 +179,10 @@ class _Trace(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, marks: bool, outside: OutsideUses) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.marks = marks
+        self.outside = outside
         self._rows: set[int] = set()
         self._marks: dict[int, _Mark] = {}  # by storage
         self._left: dict[float, str] = {}  # numbers that have left torch, with the line they are of
@@ -160,6 +195,7 @@ class _Trace(TorchDispatchMode):
 
     def add(self, batch: Any, rows: int) -> None:
         self._rows.add(rows)
+        self.outside.add(batch)
         for tensor in tree_leaves(batch):
             if isinstance(tensor, Tensor) and self._axis(tensor.shape) is not None:
                 self._mark(tensor, BATCH, "")
@@ -170,9 +206,16 @@ class _Trace(TorchDispatchMode):
         return line or "a statistic" if bits & HIDDEN else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        bits, name = 0, func._schema.name.partition("::")[2]
         with suppress(Exception):  # an operation that cannot be followed is the program's even so
-            self._follow(func, args, kwargs or {}, result)
+            bits = self.outside.before(func, name, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        with suppress(Exception):
+            if name == "_local_scalar_dense":
+                self.outside.note_left(args[0], result, bool(self._read(args[0])[0]))
+            self.outside.after(func, name, result, bits)
+            if self.marks:
+                self._follow(func, args, kwargs or {}, result)
         return result
 
     # -- one operation

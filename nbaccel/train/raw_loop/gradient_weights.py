@@ -354,6 +354,7 @@ class Say:
         noise: A digest of the states of the other random generators at that time.
         lengths: A digest of the lengths of tensors below the loss, in the first batches that are cut, and now and then.
         rates: A digest of the learning rates since the exchange before.
+        outside: A digest of what the loss uses beside its batch, in the first batches and at doublings; else 0.
         check: A sum of weights, now and then.
     """
 
@@ -377,6 +378,7 @@ class Say:
     noise: float = 0
     lengths: float = 0
     rates: float = 0
+    outside: float = 0
     check: float = 0
 
 

@@ -127,7 +127,7 @@ class ChangedLoop:
     It keeps nothing equal in other ranks.
     """
 
-    fails_on_parts = is_at_work = False
+    fails_on_parts, is_at_work = "", False
 
     def __init__(self, changes: Sequence[LoopChange], world: World) -> None:
         self._world = world

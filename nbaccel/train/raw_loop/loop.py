@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from nbaccel.base.events import LoopKind, Loss, TrainingMode, emit
 from nbaccel.base.quantities import short_count
-from nbaccel.base.settings import SPLIT, RunSettings
+from nbaccel.base.settings import FIRST, SPLIT, STATES, RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import CannotCut, NotPrepared, RunStopped
 from nbaccel.train.checkpoint.serialization import pack, unpack
@@ -85,7 +85,7 @@ class RawLoopTraining:
         self._draws_alike = bool(settings.seeds_alike)
         self._seeds = Seeds.now()
         self._order_seed = None if settings.seeds_alike else settings.seed  # otherwise ranks are seeded differently
-        watch = BatchWatch()
+        watch = BatchWatch(is_trained=lambda tensor: self._averaging.models.number(tensor) is not None)
         self._passes = BatchSplitter(
             world.rank,
             world.world_size,
@@ -103,7 +103,7 @@ class RawLoopTraining:
         self._deferred = DeferredCalls(self._steps.choices)
         self._averaging = Averaging(world, self._passes, self._steps, self._deferred, watch, self, self._notices)
         self._is_armed = False
-        self.fails_on_parts = False  # the task has failed on its first part of a batch, see `TaskWatch`
+        self.fails_on_parts = ""  # the task has failed on parts of batches, see `TaskWatch`
         self._has_trained_on_parts = False
         self._hooks = Hooks(
             self._averaging.run,
@@ -130,7 +130,7 @@ class RawLoopTraining:
         self._passes.install()
         self._passes.begin(self._mode, self._parts, self._order_seed)
         self._order_seed = None  # persistent ranks continue with common numbers
-        self.fails_on_parts = self._has_trained_on_parts = False
+        self.fails_on_parts, self._has_trained_on_parts = "", False
         self._deferred.begin()
         watch_scalers(self._defers, self._changes)
         self._hooks.install()
@@ -168,7 +168,9 @@ class RawLoopTraining:
             if self._deferred.is_used and isinstance(error, _OF_GRADIENTS) and not isinstance(error, _OURS):
                 error.add_note(self._deferred.explain())
             is_of_parts = self.has_split and (_is_of_shapes(error) or getattr(error, "is_of_parts", False))
-            self.fails_on_parts = is_of_parts and not self._has_trained_on_parts and self._parts == 1
+            if is_of_parts and self._parts == 1:
+                has_states = getattr(error, "is_of_states", False)
+                self.fails_on_parts = STATES if has_states else "" if self._has_trained_on_parts else FIRST
             if error is not None and self.has_split and _is_of_shapes(error):
                 error.add_note(
                     "The loop prepares nothing, so each rank has a part of every batch: code that counts on batches of "

@@ -108,8 +108,8 @@ class SingleRankWatch:
         """Do nothing: one rank's random numbers are its own."""
 
     @property
-    def fails_on_parts(self) -> bool:
-        return False
+    def fails_on_parts(self) -> str:
+        return ""
 
     @property
     def is_at_work(self) -> bool:

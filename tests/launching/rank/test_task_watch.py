@@ -35,7 +35,7 @@ class Watch:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.kept: set[int] = set()
-        self.is_at_work = self.fails_on_parts = False
+        self.is_at_work, self.fails_on_parts = False, ""
         Watch.made = self
 
     def begin(self, namespace: dict[str, Any] | None) -> None:

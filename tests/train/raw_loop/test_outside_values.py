@@ -1,0 +1,412 @@
+"""What enters a loss from outside of its batch is the same in all ranks, or the loop does not train on parts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbaccel.base.settings import STATES, RunSettings
+from nbaccel.base.world import World
+from nbaccel.errors import NotPrepared
+from nbaccel.testing import run_ranks
+from nbaccel.train.raw_loop.loop import RawLoopTraining
+from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValue, of_parts, tensors_in
+
+ROWS = 16
+STEPS = 12
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of what the model makes of the inputs, of the targets, and of the samples' numbers."""
+
+
+def _data() -> TensorDataset:
+    x = torch.randn(ROWS * 6, 5, generator=torch.Generator().manual_seed(1)) + torch.arange(ROWS * 6)[:, None] % 16 / 8
+    return TensorDataset(x, x.sum(1).sin(), torch.arange(len(x)))
+
+
+def _fit(loss_of: Loss, model: nn.Module | None = None, epochs: int = 2) -> list[float]:
+    torch.manual_seed(0)
+    random.seed(0)
+    model = nn.Linear(5, 1) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(epochs):
+        for x, t, index in DataLoader(_data(), batch_size=ROWS, shuffle=True):
+            loss = loss_of(model(x).squeeze(1), t, index)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [each for parameter in model.parameters() for each in parameter.flatten().tolist()]
+
+
+# States that a loop makes of its batches ------------------------------------------------------------------------------
+
+
+def moving_baseline() -> list[float]:
+    baseline = 0.0
+
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        nonlocal baseline
+        each = (t - baseline) * out
+        baseline = 0.9 * baseline + 0.1 * (t * 3).mean().item()
+        return each.mean() + out.square().mean()
+
+    return _fit(loss)
+
+
+class _Normalises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean = nn.Linear(5, 1), torch.zeros(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x - self.mean)
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return out
+
+
+def attribute_of_a_module() -> list[float]:
+    return _fit(lambda out, t, index: F.mse_loss(out, t), _Normalises())
+
+
+def bank_of_predictions() -> list[float]:
+    bank = torch.zeros(ROWS * 6)
+
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        each = F.mse_loss(out, t) + F.mse_loss(out, bank[index])
+        bank[index] = out.detach()
+        return each
+
+    return _fit(loss)
+
+
+def list_of_weights() -> list[float]:
+    weights = [1.0, 1.0]
+
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        kinds = (t > 0).long()
+        each = (out - t).square()
+        loss = (torch.tensor(weights)[kinds] * each).mean()
+        for kind in range(2):
+            if bool((kinds == kind).any()):
+                weights[kind] = 0.7 * weights[kind] + 0.3 * each[kinds == kind].mean().item()
+        return loss
+
+    return _fit(loss)
+
+
+def running_limit() -> list[float]:
+    limit = None
+
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        nonlocal limit
+        each = (out - t).square()
+        loss = each.clamp(max=1e9 if limit is None else 1.1 * limit).mean()
+        mean = each.detach().mean().item()
+        limit = mean if limit is None else 0.8 * limit + 0.2 * mean
+        return loss
+
+    return _fit(loss)
+
+
+def loss_over_its_average() -> list[float]:
+    average = 1.0
+
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        nonlocal average
+        each = F.mse_loss(out, t)
+        loss = each / average
+        average = 0.5 * average + 0.5 * each.detach().item()
+        return loss
+
+    return _fit(loss)
+
+
+def memory_after_some_steps() -> list[float]:
+    memory: list[Tensor] = []
+
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        each = F.mse_loss(out, t)
+        if len(memory) > 3:
+            each = each + 0.1 * (out[:, None] - torch.cat(memory[-4:])).square().mean()
+        memory.append(out.detach()[:3])
+        return each
+
+    return _fit(loss)
+
+
+def memory_that_is_written_before_it_is_used() -> list[float]:
+    memory, place = torch.zeros(64), 0
+
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        nonlocal place
+        memory[place : place + 4] = out.detach()[:4]
+        place = (place + 4) % 64
+        return F.mse_loss(out, t) + 0.1 * (out[:, None] - memory).square().mean()
+
+    return _fit(loss)
+
+
+STATEFUL = [
+    moving_baseline, attribute_of_a_module, bank_of_predictions, list_of_weights, running_limit, loss_over_its_average,
+    memory_after_some_steps, memory_that_is_written_before_it_is_used,
+]  # fmt: skip
+
+
+# Samples that a loop collects -----------------------------------------------------------------------------------------
+
+
+def _collect() -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+    optimizer, xs, ts = torch.optim.SGD(model.parameters(), lr=0.05), [], []
+    for x, t, _ in DataLoader(_data(), batch_size=ROWS):
+        optimizer.zero_grad()
+        F.mse_loss(model(x).squeeze(1), t).backward()
+        optimizer.step()
+        xs.append(x[:2])
+        ts.append(t[:2])
+    return model, optimizer, torch.cat(xs), torch.cat(ts)
+
+
+def _go_on(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> list[float]:
+    for x, t in batches:
+        optimizer.zero_grad()
+        F.mse_loss(model(x).squeeze(1), t).backward()
+        optimizer.step()
+    return [each for parameter in model.parameters() for each in parameter.flatten().tolist()]
+
+
+def collected_samples() -> list[float]:
+    model, optimizer, xs, ts = _collect()
+    return _go_on(model, optimizer, [(xs, ts)] * 3)
+
+
+def loader_of_collected_samples() -> list[float]:
+    model, optimizer, xs, ts = _collect()
+    return _go_on(model, optimizer, DataLoader(TensorDataset(xs, ts), batch_size=4))
+
+
+def hardest_of_collected_samples() -> list[float]:
+    model, optimizer, xs, ts = _collect()
+    hardest = (model(xs).squeeze(1) - ts).abs().topk(4).indices
+    return _go_on(model, optimizer, [(xs[hardest], ts[hardest])])
+
+
+def labels_of_a_model() -> list[float]:
+    model, optimizer, xs, _ = _collect()
+    labels = model(xs).detach().squeeze(1).round()
+    return _go_on(model, optimizer, [(xs, labels)])
+
+
+COLLECTING = [collected_samples, loader_of_collected_samples, hardest_of_collected_samples, labels_of_a_model]
+
+
+# What only looks like it ----------------------------------------------------------------------------------------------
+
+
+def mixed_by_random() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        share = random.betavariate(2.0, 2.0)
+        return share * F.mse_loss(out, t) + (1 - share) * F.mse_loss(out, 0.3 * t)
+
+    return _fit(loss)
+
+
+def share_of_the_samples() -> list[float]:
+    return _fit(lambda out, t, index: (out - t).square().mean() * (len(t) / 96))
+
+
+def tables_by_sample() -> list[float]:
+    table = torch.linspace(0.5, 1.5, ROWS * 6)
+
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        weights = torch.tensor([0.5 + int(each) % 7 for each in index])
+        return (table[index] * weights * (out - t).square()).mean()
+
+    return _fit(loss)
+
+
+def average_of_the_whole_loss() -> list[float]:
+    torch.manual_seed(0)
+    model, average = nn.Linear(5, 1), 1.0
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), 0.0
+    scratch, right = torch.zeros(64), 0.0
+    for _ in range(2):
+        for x, t, _ in DataLoader(_data(), batch_size=ROWS):
+            scratch[: len(t)].copy_(t)
+            loss = (1 + 0.1 * average) * F.mse_loss(model(x).squeeze(1), scratch[: len(t)].clone())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            average = 0.9 * average + 0.1 * loss.item()
+            right += (model(x).squeeze(1) - t).abs().mean().item()  # which is printed, and of a part
+            seen += len(t)
+    assert math.isfinite(right / seen)
+    return [each for parameter in model.parameters() for each in parameter.flatten().tolist()]
+
+
+def sizes_of_the_part() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        size = torch.tensor([len(t), 2 * len(t)])
+        return (out - t * (size[1] / size[0])).square().mean()
+
+    return _fit(loss)
+
+
+def fetched_ahead() -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def ahead() -> Iterator[Any]:
+        held = None
+        for x, t, _ in DataLoader(_data(), batch_size=ROWS):
+            if held is not None:
+                yield held
+            held = x * 1.0, t
+        yield held
+
+    for _ in range(3):
+        for x, t in ahead():
+            optimizer.zero_grad()
+            F.mse_loss(model(x).squeeze(1), t).backward()
+            optimizer.step()
+    return [each for parameter in model.parameters() for each in parameter.flatten().tolist()]
+
+
+STATELESS = [
+    mixed_by_random,
+    share_of_the_samples,
+    tables_by_sample,
+    average_of_the_whole_loss,
+    sizes_of_the_part,
+    fetched_ahead,
+]
+
+
+def _in_a_rank(program: Callable[[], list[float]]) -> tuple[Any, str, bool]:
+    torch.set_default_dtype(torch.float64)
+    training = RawLoopTraining(World.from_env(), RunSettings())
+    training.begin(None)
+    found: Any
+    try:
+        found = program()
+        training.end()
+    except NotPrepared as error:
+        found = str(error)
+        training.stop()
+    finally:
+        how = training.fails_on_parts
+        training.stop()
+    return found, how, training.has_split
+
+
+def _in_one_process(program: Callable[[], list[float]]) -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return program()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _cases(programs: list[Callable[[], list[float]]]) -> Iterator[Any]:
+    for at, program in enumerate(programs):
+        for world_size in (2, 3):
+            marks = [] if at == 0 and world_size == 2 else [pytest.mark.full]
+            yield pytest.param(program, world_size, marks=marks, id=f"{program.__name__}-{world_size}")
+
+
+@pytest.mark.parametrize(("program", "world_size"), [*_cases(STATEFUL)])
+def test_a_state_that_each_rank_makes_of_its_parts_ends_before_it_is_trained_on(
+    program: Callable[[], list[float]], world_size: int
+) -> None:
+    for found, how, _ in run_ranks(world_size, _in_a_rank, program):
+        assert "which the loop makes of its batches, and these were split" in found
+        assert "rank 0: " in found
+        assert "the step was not taken" in found
+        assert how == STATES
+
+
+def test_the_name_of_a_state_and_its_line_are_told() -> None:
+    (found, *_), _ = run_ranks(2, _in_a_rank, bank_of_predictions)
+    assert found.startswith("the loss uses ")
+    assert "each = F.mse_loss(out, t) + F.mse_loss(out, bank[index])" in found
+
+
+@pytest.mark.parametrize(("program", "world_size"), [*_cases(COLLECTING)])
+def test_samples_that_each_rank_has_collected_are_not_trained_on(
+    program: Callable[[], list[float]], world_size: int
+) -> None:
+    for found, how, _ in run_ranks(world_size, _in_a_rank, program):
+        assert "samples that it has collected of its batches" in found
+        assert how == STATES
+
+
+@pytest.mark.parametrize(("program", "world_size"), [*_cases(STATELESS)])
+def test_what_is_no_state_of_the_ranks_trains_on_parts_as_in_one_process(
+    program: Callable[[], list[float]], world_size: int
+) -> None:
+    expected = _in_one_process(program)
+    for found, how, was_split in run_ranks(world_size, _in_a_rank, program):
+        assert (how, was_split) == ("", True)
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+# The rule -------------------------------------------------------------------------------------------------------------
+
+
+def _told(found: int, shape: tuple[int, ...] = (), number: float = 0.0, times: int = 1, **more: bool) -> Any:
+    return {"key": OutsideValue(times, shape, more.get("is_fresh", False), more.get("is_whole", False), found, number)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "is_state"),
+    [
+        ([_told(1, (5,)), _told(2, (5,))], (9, 7), True),
+        ([_told(1, (5,)), _told(1, (5,))], (9, 7), False),
+        ([_told(1, (9, 5)), _told(2, (7, 5))], (9, 7), False),  # of the samples
+        ([_told(1, (8, 5)), _told(2, (8, 5))], (8, 8), False),  # perhaps
+        ([_told(1, (5,), times=9), _told(2, (5,), times=7)], (9, 7), False),  # one for each sample
+        ([_told(1, number=0.123, is_fresh=True), _told(2, number=0.234, is_fresh=True)], (8, 8), True),
+        ([_told(1, number=9 / 32, is_fresh=True), _told(2, number=7 / 32, is_fresh=True)], (9, 7), False),
+        ([_told(1, number=1 / 3, is_fresh=True), _told(2, number=1 / 5, is_fresh=True)], (8, 8), False),
+        ([_told(1, number=1 / 3, is_fresh=True), _told(2, number=0.123, is_fresh=True)], (8, 8), True),
+        ([_told(1, (2,), is_fresh=True, is_whole=True), _told(2, (2,), is_fresh=True, is_whole=True)], (9, 7), False),
+        ([_told(1, (2,), is_whole=False), {}], (9, 7), False),  # another way through the program
+    ],
+)
+def test_which_differences_are_those_of_a_state(ranks: Any, rows: tuple[int, ...], is_state: bool) -> None:
+    assert of_parts(ranks, rows, set(), has_drawn_apart=False) == (["key"] if is_state else [])
+
+
+def test_a_shape_that_the_first_uneven_parts_have_shown_to_be_fixed_is_of_no_samples() -> None:
+    fixed: set[str] = set()
+    assert not of_parts([_told(1, (8,)), _told(1, (8,))], (9, 7), fixed, has_drawn_apart=False)
+    assert of_parts([_told(1, (8,)), _told(2, (8,))], (8, 8), fixed, has_drawn_apart=False) == ["key"]
+
+
+def test_numbers_that_may_come_from_noise_of_the_samples_are_not_compared() -> None:
+    ranks = [_told(1, number=0.123, is_fresh=True), _told(2, number=0.234, is_fresh=True)]
+    assert not of_parts(ranks, (9, 7), set(), has_drawn_apart=True)
+
+
+def test_the_tensors_of_a_batch_are_found_in_objects_and_a_large_one_is_not_looked_through() -> None:
+    class Graphs:
+        def __init__(self) -> None:
+            self.store = {"x": torch.ones(2), "share": 0.5, "names": ["one"]}
+
+    found = [*tensors_in([Graphs(), (torch.zeros(1),)])]
+    assert sum(isinstance(each, Tensor) for each in found) == 2
+    assert 0.5 in [each for each in found if isinstance(each, float)]
+    assert None in [*tensors_in([[each] for each in range(10_000)])]
+    uses = OutsideUses(lambda tensor: False)
+    uses.add([[each] for each in range(10_000)])
+    assert not uses.of([torch.ones(1)]).digest
