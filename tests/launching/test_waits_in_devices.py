@@ -255,7 +255,9 @@ def test_a_stop_does_not_take_ranks_for_hung_that_are_in_a_step_or_save(ranks: R
     ranks.members[1].is_working = False
     assert ranks.cut_at(stopping, 101.1, 103.0, 105.0) == [False] * 3
     ranks.page.set_saving(0, True)
-    assert ranks.cut_at(stopping, 107.0, 119.0, 121.0, 122.0) == [False] * 4
+    assert ranks.cut_at(stopping, 107.0, 119.0, 121.0, 123.0) == [False] * 4
+    assert ranks.told == [], "the rank that is done is let go first"
+    assert ranks.cut_at(stopping, 124.5, 126.0) == [False] * 2
     assert ranks.told == ["terminate 0", "kill 0"]
 
 
@@ -264,8 +266,9 @@ def test_a_rank_in_a_step_that_takes_too_long_is_woken_before_it_is_terminated(r
     stopping = shutdown.StopAtStep(ranks.members, 100.0, ranks.page)
     ranks.members[1].is_working = False
     assert ranks.cut_at(stopping, 105.9, 106.1, 126.0) == [False, True, True]
-    assert ranks.told == []
-    ranks.cut_at(stopping, 126.2)
+    ranks.cut_at(stopping, 126.2, 128.0)
+    assert ranks.told == [], "the rank that is done is let go first"
+    ranks.cut_at(stopping, 129.5)
     assert ranks.told == ["terminate 0"]
 
 
