@@ -52,9 +52,9 @@ def test_a_rank_that_is_behind_says_so() -> None:
     history = History(2)
     history.feed(0, 0.0, Progress(step=0, batch=0))
     history.feed(0, 1.0, Progress(step=40, batch=40))
-    history.feed(1, 1.0, Progress(step=35, batch=35))
-    assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0)
-    assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0, RunState("failed", "failed: rank 1, ValueError"))
+    history.feed(1, 1.0, Progress(step=5, batch=5))
+    assert "rank 1: 35 steps behind" in text(history, FACTS, 1.0)
+    assert "rank 1: 35 steps behind" in text(history, FACTS, 1.0, RunState("failed", "failed: rank 1, ValueError"))
     assert "behind" not in text(history, FACTS, 1.0, RunState.ended("done", 1.0, 40)), "what was heard last is old"
 
 
