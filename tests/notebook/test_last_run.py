@@ -31,6 +31,7 @@ for step in range(3):
 """
 ALLOWED = {f"collections.{kind}" for kind in ("Counter", "deque")} | {
     "array.array",
+    "nbaccel.base.events.ExchangeTime",
     "nbaccel.base.events.Progress",
     "nbaccel.base.events.TrainingMode",
     "nbaccel.launching.run.Run",
