@@ -192,7 +192,9 @@ GUARDED = {
     "_in_order": ("2.6", "sets(dataloader._MultiProcessingDataLoaderIter, '_in_order')"),
     "_shared_seed": ("2.6", "iterator._shared_seed"),
     "_raw_saved_": ("2.6", "leaf.exp().grad_fn._raw_saved_result"),
+    "_saved_dimension": ("2.6", "leaf.unfold(0, 1, 1).grad_fn._saved_dimension"),
     "_saved_dims": ("2.6", "generated('flip', 'dims')"),
+    "_saved_input": ("2.6", "torch.conv1d(torch.ones(1, 1, 2), leaf[None, :1, :1]).grad_fn._saved_input"),
     "_step_supports_amp_scaling": (
         "2.6",
         "torch.optim.Adam(module.parameters(), fused=True)._step_supports_amp_scaling",
