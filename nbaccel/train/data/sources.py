@@ -107,7 +107,7 @@ class Source:
         loader = self.loader
         tell_epoch(position.epoch, loader.dataset, *samplers_of(loader))
         begin_workers_anew(loader)
-        if not (position.batches or position.goes_on):
+        if not position.batches:
             return self._ended(iterated_in_pieces(loader), position)
         if self.is_stream or type(loader).__iter__ is not DataLoader.__iter__:
             return self._ended(self._resumed_stream(position), position)
@@ -359,8 +359,8 @@ class _Started(Iterator[Any]):
     def start(self) -> Iterator[Any]:
         if self._rest is None:
             batches = iter(self._batches)
-            kept = list(itertools.islice(batches, self._keep if self._skip else 1))  # a sampler draws with its first
-            for _ in itertools.islice(batches, max(0, self._skip - len(kept))):
+            kept = list(itertools.islice(batches, self._keep))
+            for _ in itertools.islice(batches, self._skip - len(kept)):
                 pass
             self._rest = itertools.chain(kept, batches)
         return self._rest
