@@ -225,7 +225,7 @@ class TrainingState:
             scheduler.load_state_dict(state)
         # An evaluation that prepares fewer loaders than the training did may load its checkpoint.
         for loader, state in zip(prepared.loaders, content.progress.get("loaders", ()), strict=False):
-            loader.restore(state)
+            loader.load_state_dict(state)
 
 
 def describe_position(step: int, loaders: Sequence[PreparedLoader]) -> str:

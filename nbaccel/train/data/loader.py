@@ -25,7 +25,6 @@ from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import EpochProgress, Fetching, Iteration, LoaderPosition, LoopGauge
 from nbaccel.train.data.shard import StreamShard, counted, refuse_uneven, until_backward
 from nbaccel.train.data.sources import Source
-from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.step.accumulation import Accumulation, Window
 from nbaccel.train.step.raw_loop_hooks import step_back
@@ -151,7 +150,7 @@ class PreparedLoader(DataLoader[Any]):
                     self._comparison.compare(this, is_stream=isinstance(source.read_alike, StreamShard))
                     is_compared = False
                 if is_last:
-                    window.is_last = self.end_of_dataloader = this.is_over = True
+                    window.is_last = self.end_of_dataloader = True
                 elif joint_ends:  # where one rank synchronises because its batches end, all must
                     window.is_last = this.taken // stride + 1 in joint_ends
                 if accumulation.block is not None or accumulation.window is not window:
@@ -207,7 +206,6 @@ class PreparedLoader(DataLoader[Any]):
             is_resumed: Its position was set by `load_state_dict`, or left by a look.
         """
         progress, clock, position = self._progress, self.accumulation.clock, this.position
-        progress.has_trained |= clock.done > this.steps
         if this not in progress.open:  # another loop is over that began after it
             return
         has_met = meetings.look() and meetings.are_counted
@@ -243,42 +241,20 @@ class PreparedLoader(DataLoader[Any]):
     def _next_position(self, is_look: bool) -> LoaderPosition:
         """Return the position where an iteration that starts now begins."""
         progress = self._progress
-        resumed, first, batches = progress.resume, self._resumed, self._skip * self._source.stride
-        is_over = resumed is not None and self._is_over(resumed)
-        if resumed is not None and is_over and (resumed.is_look or not is_look) and not self._is_named:
-            self._pass_over(resumed)
-            progress.resume = resumed = None
-        if resumed is not None and not (is_over and is_look and not resumed.is_look):
+        resumed = progress.resume
+        if resumed is not None and not (is_look and self._is_through(resumed)):
             return resumed
-        if first is not None and not is_look and self._is_over(first) and not self._is_all(batches):
-            self._pass_over(first)
-            self._resumed = first = None
-        epoch, loops, looks = progress.number(is_look)
+        batches, (epoch, loops, looks) = self._skip * self._source.stride, progress.number(is_look)
+        first = self._resumed
         if first is not None and first.epoch == epoch and not is_look:
-            return replace(first, batches=batches, is_over=False, dataset=None, witness=[])
+            return replace(first, batches=batches, dataset=None, witness=[])
         order, size = self._source.order(), self._batch_size
         return LoaderPosition(epoch, batches, self._source.seed, order, None, size, loops, looks, is_look)
 
-    def _is_over(self, position: LoaderPosition) -> bool:
-        """Return whether no rank has a batch left at `position`."""
-        return position.is_over if self._source.is_stream else self._is_all(position.batches)
-
-    def _is_all(self, batches: int) -> bool:
-        """Return whether so many batches of the user's loader are a whole epoch."""
-        lengths = self._source.lengths(batches)
-        return lengths is not None and not max(lengths)
-
-    @property
-    def _is_named(self) -> bool:
-        """True if the program goes on in the epoch of its position, and not in the next one if that is over."""
-        return self._progress.is_named or self.accumulation.epochs is not None
-
-    def _pass_over(self, position: LoaderPosition) -> None:
-        """Make the next iteration the first one after the epoch of `position`, which is over."""
-        for _ in self._source.open(position):  # nothing is left: generators of the program's own draw what they drew
-            pass
-        if self._progress.epoch == position.epoch:
-            self._progress.enter_epoch(position.epoch + 1)
+    def _is_through(self, position: LoaderPosition) -> bool:
+        """Return whether a loop that may train has no batches left at `position`, so that no look may resume there."""
+        lengths = self._source.lengths(position.batches)
+        return not position.is_look and lengths is not None and not max(lengths)
 
     # -- how long
 
@@ -306,16 +282,13 @@ class PreparedLoader(DataLoader[Any]):
         """Make the next iteration the first one of `epoch`. Every rank calls it.
 
         Without it epochs count up from 0. A position inside another epoch, which `load_state_dict` has set, is dropped.
-        One at the end of this epoch leaves nothing of it.
 
         Args:
             epoch: The number of the epoch, 0-based.
         """
         progress = self._progress
         progress.enter_epoch(epoch)
-        resume = progress.resume
-        progress.is_named = resume is not None and resume.epoch == epoch
-        if resume is not None and not progress.is_named and not (resume.epoch + 1 == epoch and self._is_over(resume)):
+        if progress.resume is not None and progress.resume.epoch != epoch:
             progress.resume = None
         loader = self.loader
         tell_epoch(epoch, loader.dataset, *samplers_of(loader))
@@ -342,9 +315,8 @@ class PreparedLoader(DataLoader[Any]):
         # A window may have begun in the epoch before, whose batches are not read again.
         batches = this.position.batches + max(0, this.taken - unseen * self._source.stride)
         dataset, witness = this.dataset_before(unseen)
-        is_over = not unseen and (this.is_over or (this.position.is_over and not this.taken))
         reached = replace(this.position, batches=batches, seed=self._source.seed, dataset=dataset, witness=witness)
-        return replace(reached, batch_size=self._batch_size, is_over=is_over).state_dict()
+        return replace(reached, batch_size=self._batch_size).state_dict()
 
     def state_in_epoch(self, since: int, unseen: int) -> dict[str, Any]:
         """Return `state_dict` for an epoch of the program that is not over.
@@ -367,9 +339,8 @@ class PreparedLoader(DataLoader[Any]):
 
         Samples that were yielded before are not read again if the dataset has indices. A stream continues from the
         state of its dataset. If the dataset has no `state_dict` and `load_state_dict`, or the loader has worker
-        processes, the stream is read again up to the position. The end of an epoch is the beginning of the next one,
-        unless the program names the epoch that is over, by `set_epoch` or `Accelerator.epochs`: nothing is left of it
-        then. Random numbers that worker processes draw start again.
+        processes, the stream is read again up to the position. An iteration that was at its end yields nothing; the
+        epoch after it is whole. Random numbers that worker processes draw start again.
 
         Args:
             state: What `state_dict` returned.
@@ -384,47 +355,13 @@ class PreparedLoader(DataLoader[Any]):
             >>> [batch.tolist() for batch in loader]
             [[2, 3], [4, 5], [6, 7]]
         """
-        self._enter(LoaderPosition.from_state(state, self._batch_size))
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take the position from a checkpoint: as `load_state_dict`, but for a loader that has trained here.
-
-        The program has trained past that point then, and goes back to better weights. Its next loop is a whole epoch.
-        Every rank calls it.
-
-        Args:
-            state: What `state_dict` returned.
-        """
-        progress, steps = self._progress, self.accumulation.clock.done
-        has_trained = progress.has_trained or any(steps > each.steps for each in progress.open)
         position = LoaderPosition.from_state(state, self._batch_size)
-        self._enter(position)
-        if not has_trained or progress.resume is None:
-            return
-        progress.resume = None
-        if self._is_over(position):
-            progress.enter_epoch(position.epoch + 1)
-            return
-        progress.left_out = position
-        if position.batches and self.world.is_main_process:
-            done = position.batches // self._source.stride
-            warn_user(
-                f"load_state: {self._name()} was {done} batches into an epoch when this checkpoint was saved, and this "
-                "process has trained with the loader since it was prepared. So the weights and states are those of the "
-                f"checkpoint, and the next loop is a whole epoch. To leave out the first {done} batches of it: "
-                f"accelerator.skip_first_batches(loader, {done})"
-            )
-
-    def _enter(self, position: LoaderPosition) -> None:
-        """Continue the next iteration at `position`."""
-        is_begun = position.is_begun
         if not self.world.is_main_process:
             position = replace(position, order={})  # rank 0's: worker processes of all ranks would draw alike
         if position.seed is not None and self._source.seed is not None:
             self._source.seed = position.seed
-        progress = self._progress
-        progress.enter_epoch(position.epoch)
-        progress.resume, progress.is_named, progress.left_out = position if is_begun else None, False, None
+        self._progress.enter_epoch(position.epoch)
+        self._progress.resume = position if position.batches else None
 
     @property
     def goes_on_at(self) -> tuple[int, int, int | None]:
@@ -459,7 +396,7 @@ class PreparedLoader(DataLoader[Any]):
         """Return this loader without this rank's first batches, in every iteration.
 
         Both loaders count epochs together. A position that `load_state_dict` has set is dropped; the order of that
-        epoch stays. At the end of an epoch these are batches of the next one, unless they are a whole epoch.
+        epoch stays.
 
         Args:
             batches: The number of batches to leave out.
@@ -469,8 +406,7 @@ class PreparedLoader(DataLoader[Any]):
         rest = copy.copy(self)
         rest._skip = self._skip + batches
         rest._origin = self if self._origin is None else self._origin
-        progress = self._progress
-        rest._resumed, progress.resume = progress.resume or progress.left_out, None
+        rest._resumed, self._progress.resume = self._progress.resume, None
         return rest
 
     # -- attributes that programs read

@@ -56,7 +56,6 @@ class LoaderPosition:
         loops, looks: Iterations of this number that were under way when it began, loops that may train or looks.
         is_look: This iteration is a look: gradients are disabled.
         goes_on: This epoch began before, so its random draws are repeated.
-        is_over: No batch of the epoch is left; of streams nothing else says so.
         witness: Digests of the batches between that state and this position; see `DatasetStates`.
     """
 
@@ -70,7 +69,6 @@ class LoaderPosition:
     looks: int = 0
     is_look: bool = False
     goes_on: bool = False
-    is_over: bool = False
     witness: list[int] = field(default_factory=list)
 
     @property
@@ -82,11 +80,6 @@ class LoaderPosition:
     def is_first(self) -> bool:
         """True if no other such iteration of the epoch was under way."""
         return not (self.looks if self.is_look else self.loops)
-
-    @property
-    def is_begun(self) -> bool:
-        """True if the epoch has begun in an order of its own: a look is repeated as a whole."""
-        return bool(self.batches or (not self.is_look and (self.order or not self.is_first)))
 
     def state_dict(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "goes_on"}
@@ -124,19 +117,17 @@ class Iteration:
 
     Attributes:
         taken: Batches of the user's loader since then, for all ranks together.
-        is_over: The last batch was handed out.
         states: The dataset's states after rounds, and the digests of the batches of each; those of the open
             accumulation window, and of `_WITNESSED` rounds before it.
     """
 
-    __slots__ = ("base", "is_over", "position", "states", "steps", "taken")
+    __slots__ = ("base", "position", "states", "steps", "taken")
 
     def __init__(self, position: LoaderPosition, base: int, steps: int) -> None:
         self.position = position
         self.base = base
         self.steps = steps
         self.taken = 0
-        self.is_over = False
         self.states: list[tuple[Any, list[int]]] = [(position.dataset, []), (None, position.witness)]
 
     @property
@@ -174,9 +165,6 @@ class EpochProgress:
             those that could have trained, and looks. Each of them has a number of its own.
         open: The iterations that are under way, or held, in the order in which they began.
         resume: Where the next iteration must begin; None for the epoch's first batch.
-        is_named: The program has named the epoch of that position, and so goes on in it, if it is over too.
-        left_out: A position that was not taken, since the loader had trained; for the order of `skip_first_batches`.
-        has_trained: An iteration that is over has trained.
         is_joined: Ranks may run out of batches one after the other.
         ended: Where the last iteration ended, if it trained, and how many such passes the program had made by then.
     """
@@ -185,9 +173,6 @@ class EpochProgress:
         self.epoch = self.loops = self.looks = 0
         self.open: list[Iteration] = []
         self.resume: LoaderPosition | None = None
-        self.is_named = False
-        self.left_out: LoaderPosition | None = None
-        self.has_trained = False
         self.is_joined = False
         self.ended: tuple[dict[str, Any], int] | None = None
 
@@ -213,8 +198,6 @@ class EpochProgress:
         this = Iteration(position, self.epoch, steps)
         self.open.append(this)
         self.resume = None
-        if not position.is_look:
-            self.left_out = None
         return this
 
     def enter_epoch(self, epoch: int) -> None:
