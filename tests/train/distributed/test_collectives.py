@@ -310,7 +310,7 @@ def test_metrics_see_each_sample_once(use_gather_object: bool) -> None:
 def test_numbers_of_a_rank_in_another_exchange_are_not_shown_as_text() -> None:
     transport: Any = SimpleNamespace(calls=13)
     numbers = torch.linspace(0, 1, 40).numpy().tobytes().decode(errors="replace")
-    message = Fingerprints(transport, False, ())._mismatch(["wait_for_everyone", numbers])
+    message = Fingerprints(transport, False, ()).mismatch(["wait_for_everyone", numbers])
     assert "  rank 0: wait_for_everyone\n  rank 1: an exchange of numbers, such as gradients\n" in message
 
 
