@@ -314,7 +314,7 @@ def test_the_times_of_whole_jobs_in_the_readme_and_the_page_are_those_of_the_sto
 
 _TOOLKITS = ("nbaccel", "Accelerate", "Fabric")
 _THERE_AND_BACK = ("Accelerate", "nbaccel, fork", "nbaccel, ranks that stay")
-_WHOLE_JOB = "from sending the cell until the notebook holds the trained model, median of 3"
+_WHOLE_JOB = "from sending the cell until the notebook holds the trained model, median of 5"
 _ONE_LINE, _PREPARED = "nbaccel's %%accelerate, one line", "nbaccel's %%accelerate, prepared"
 _LAUNCHER = "Accelerate's notebook_launcher"
 
