@@ -1185,8 +1185,8 @@ class Accelerator(ProcessControl):
 
         Everything that was prepared and registered when it was written must be so now, in the same order. Prepared
         loaders continue after the last batch that was trained on, so the program need not skip any
-        (`skip_first_batches` replaces that position). Folders that Accelerate wrote can be loaded too; they have no
-        position.
+        (`skip_first_batches` replaces that position). A loader that has trained since it was prepared does not: its
+        next loop is a whole epoch. Folders that Accelerate wrote can be loaded too; they have no position.
 
         Args:
             input_dir: The folder. None is the newest complete checkpoint of those that are named automatically; damaged

@@ -119,6 +119,8 @@ def test_batches_that_were_skipped_and_those_of_an_open_window_are_told_apart(tm
             with pytest.warns(UserWarning, match=r"the gradients of its 2 batch\(es\) are not saved"):
                 accelerator.save_state(tmp_path / "last")
             break
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    _, loader = accelerator.prepare(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(range(12), 1))
     accelerator.load_state(tmp_path / "last")
     assert next(iter(loader)).item() == 6
 

@@ -182,7 +182,9 @@ class TrainingState:
         One process has plain PyTorch's order, several have one that follows from a shared seed.
         """
         return any(
-            state["batches"] and (state["seed"] is None) != (loader.state_dict()["seed"] is None)
+            state["batches"]
+            and not state.get("is_over")
+            and (state["seed"] is None) != (loader.state_dict()["seed"] is None)
             for loader, state in zip(self.prepared.loaders, content.progress.get("loaders", ()), strict=False)
         )
 
@@ -225,7 +227,7 @@ class TrainingState:
             scheduler.load_state_dict(state)
         # An evaluation that prepares fewer loaders than the training did may load its checkpoint.
         for loader, state in zip(prepared.loaders, content.progress.get("loaders", ()), strict=False):
-            loader.load_state_dict(state)
+            loader.restore(state)
 
 
 def describe_position(step: int, loaders: Sequence[PreparedLoader]) -> str:

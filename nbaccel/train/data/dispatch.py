@@ -22,7 +22,7 @@ from nbaccel.train.data.counting import counting
 from nbaccel.train.data.order import SharedOrder, begin_workers_anew, tell_epoch
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import NOTHING, StreamShard, unshared
-from nbaccel.train.data.sources import Rest, Source, drawn_again, rebuilt
+from nbaccel.train.data.sources import Rest, Source, begun, drawn_again, rebuilt
 from nbaccel.train.distributed.transport import Transport, host_transport
 
 __all__ = ["DispatchSource", "SliceFunction"]
@@ -162,7 +162,8 @@ class DispatchSource(Source):
             skip = min(skip, self.stride)
         self.shard.skip = skip
         with drawn_again(position, self.loader):
-            return self.shard.rounds()
+            rounds = self.shard.rounds()
+            return begun(rounds) if position.goes_on and not position.batches else rounds
 
     def _receive(self) -> Iterator[tuple[Any, bool]]:
         is_last = False

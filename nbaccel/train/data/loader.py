@@ -19,12 +19,13 @@ from torch.utils.data import DataLoader
 from nbaccel.base.events import Gauge, emit
 from nbaccel.base.world import World
 from nbaccel.errors import NotPrepared
-from nbaccel.train.data.order import samplers_of, tell_epoch
+from nbaccel.train.data.order import own_states, samplers_of, tell_epoch
 from nbaccel.train.data.order_comparison import CollectivesSince, OrderComparison
 from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import EpochProgress, Fetching, Iteration, LoaderPosition, LoopGauge
 from nbaccel.train.data.shard import StreamShard, counted, refuse_uneven, until_backward
 from nbaccel.train.data.sources import Source
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.step.accumulation import Accumulation, Window
 from nbaccel.train.step.raw_loop_hooks import step_back
@@ -118,13 +119,15 @@ class PreparedLoader(DataLoader[Any]):
         return self.accumulation.gate.over(self, fetching.watch(iterator))
 
     def _iterate(self, is_look: bool = False, fetching: Fetching | None = None) -> Generator[Any, None, None]:
+        if self._progress.over is not None and not is_look:
+            self._drained(self._progress.over)
         position = self._next_position(is_look)
         accumulation, clock = self.accumulation, self.accumulation.clock
         progress = self._progress
         source, outer = self._enter_source()
         stride = source.stride
         states = source.states if source.states else None  # read once: this is the step path
-        lengths = source.lengths(position.batches)
+        lengths = [0] if position.is_over else source.lengths(position.batches)
         length = None if lengths is None else self._own(lengths)
         joint_ends = frozenset(lengths or ()) if self.is_joined else frozenset()
         meetings = CollectivesSince(self.world, counts_anyway=length == 0)
@@ -145,12 +148,13 @@ class PreparedLoader(DataLoader[Any]):
         try:
             if lengths is not None and len(set(lengths)) > 1 and may_train and not self.is_joined:
                 entered.enter_context(until_backward(partial(refuse_uneven, lengths)))
-            for batch, is_last in place(source.open(position), self._device):
+            batches = self._drained(position) if position.is_over else source.open(position)
+            for batch, is_last in place(batches, self._device):
                 if is_compared and (clock.done > this.steps or meetings.look()):
                     self._comparison.compare(this, is_stream=isinstance(source.read_alike, StreamShard))
                     is_compared = False
                 if is_last:
-                    window.is_last = self.end_of_dataloader = True
+                    window.is_last = self.end_of_dataloader = this.is_over = True
                 elif joint_ends:  # where one rank synchronises because its batches end, all must
                     window.is_last = this.taken // stride + 1 in joint_ends
                 if accumulation.block is not None or accumulation.window is not window:
@@ -206,10 +210,11 @@ class PreparedLoader(DataLoader[Any]):
             is_resumed: Its position was set by `load_state_dict`, or left by a look.
         """
         progress, clock, position = self._progress, self.accumulation.clock, this.position
+        has_trained = clock.done > this.steps
+        progress.has_trained |= has_trained
         if this not in progress.open:  # another loop is over that began after it
             return
         has_met = meetings.look() and meetings.are_counted
-        has_trained = clock.done > this.steps
         # Resumed at its end it has nothing left to train.
         if this is progress.current and (has_trained or (position.goes_on and is_whole)):
             clock.end_pass()
@@ -242,7 +247,7 @@ class PreparedLoader(DataLoader[Any]):
         """Return the position where an iteration that starts now begins."""
         progress = self._progress
         resumed = progress.resume
-        if resumed is not None and not (is_look and self._is_through(resumed)):
+        if resumed is not None and not (is_look and resumed.is_over and not resumed.is_look):
             return resumed
         batches, (epoch, loops, looks) = self._skip * self._source.stride, progress.number(is_look)
         first = self._resumed
@@ -251,10 +256,16 @@ class PreparedLoader(DataLoader[Any]):
         order, size = self._source.order(), self._batch_size
         return LoaderPosition(epoch, batches, self._source.seed, order, None, size, loops, looks, is_look)
 
-    def _is_through(self, position: LoaderPosition) -> bool:
-        """Return whether a loop that may train has no batches left at `position`, so that no look may resume there."""
-        lengths = self._source.lengths(position.batches)
-        return not position.is_look and lengths is not None and not max(lengths)
+    def _drained(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
+        """Draw what the epoch of `position`, which is over, has drawn up to its end; return no batches."""
+        for _ in self._source.open(position):  # nothing is left, or less than a round of these ranks
+            pass
+        return iter(())
+
+    def _is_all(self, batches: int) -> bool:
+        """Return whether so many batches of the user's loader are known to be a whole epoch."""
+        lengths = self._source.lengths(batches)
+        return lengths is not None and not max(lengths)
 
     # -- how long
 
@@ -282,13 +293,16 @@ class PreparedLoader(DataLoader[Any]):
         """Make the next iteration the first one of `epoch`. Every rank calls it.
 
         Without it epochs count up from 0. A position inside another epoch, which `load_state_dict` has set, is dropped.
+        After one at the end of this epoch the next iteration yields nothing.
 
         Args:
             epoch: The number of the epoch, 0-based.
         """
         progress = self._progress
         progress.enter_epoch(epoch)
-        if progress.resume is not None and progress.resume.epoch != epoch:
+        if progress.over is not None and progress.over.epoch == epoch:
+            progress.resume, progress.over = replace(progress.over, is_named=True), None
+        elif progress.resume is not None and progress.resume.epoch != epoch:
             progress.resume = None
         loader = self.loader
         tell_epoch(epoch, loader.dataset, *samplers_of(loader))
@@ -307,40 +321,47 @@ class PreparedLoader(DataLoader[Any]):
         this = self._progress.current
         if this is not None:
             return self._state_of(this, unseen)
-        size = self._batch_size
+        size, order = self._batch_size, own_states(self._source.order())
         resumed = self._progress.resume
-        return (resumed or LoaderPosition(self.iteration, 0, self._source.seed, {}, None, size)).state_dict()
+        return (resumed or LoaderPosition(self.iteration, 0, self._source.seed, order, None, size)).state_dict()
 
     def _state_of(self, this: Iteration, unseen: int = 0) -> dict[str, Any]:
         # A window may have begun in the epoch before, whose batches are not read again.
         batches = this.position.batches + max(0, this.taken - unseen * self._source.stride)
         dataset, witness = this.dataset_before(unseen)
         reached = replace(this.position, batches=batches, seed=self._source.seed, dataset=dataset, witness=witness)
-        return replace(reached, batch_size=self._batch_size).state_dict()
+        was_over = this.position.is_over  # nothing came, since the program has named this epoch
+        is_over = was_over or (not unseen and (this.is_over if self._source.is_stream else self._is_all(batches)))
+        return replace(reached, batch_size=self._batch_size, is_over=is_over, is_named=was_over).state_dict()
 
     def state_in_epoch(self, since: int, unseen: int) -> dict[str, Any]:
         """Return `state_dict` for an epoch of the program that is not over.
 
         A loader that has trained in the epoch and is exhausted is at its end, not before the next epoch. A loader that
-        is being iterated and has not trained is at its beginning: an evaluation is repeated as a whole.
+        is being iterated and has not trained is at its beginning: an evaluation is repeated as a whole. An order that
+        it has drawn is drawn again, with the random numbers that are saved then, which are those of before.
 
         Args:
             since: The number of passes that this loader had made when the epoch began.
             unseen: As for `state_dict`.
         """
-        progress = self._progress
-        if progress.current is not None:
-            has_trained = self.accumulation.clock.done > progress.current.steps
-            return self.state_dict(unseen) if has_trained else progress.current.position.state_dict()
-        return progress.ended[0] if progress.ended is not None and progress.ended[1] > since else self.state_dict()
+        progress, this = self._progress, self._progress.current
+        if this is not None and not self.accumulation.clock.done > this.steps:
+            begun = this.position
+            return (begun if begun.goes_on or begun.batches else begun.not_begun()).state_dict()
+        if this is not None:
+            return {**self.state_dict(unseen), "is_named": True}
+        has_ended = progress.ended is not None and progress.ended[1] > since
+        return {**progress.ended[0], "is_named": True} if progress.ended and has_ended else self.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the next iteration at the position that `state_dict` describes. Every rank calls it.
 
         Samples that were yielded before are not read again if the dataset has indices. A stream continues from the
         state of its dataset. If the dataset has no `state_dict` and `load_state_dict`, or the loader has worker
-        processes, the stream is read again up to the position. An iteration that was at its end yields nothing; the
-        epoch after it is whole. Random numbers that worker processes draw start again.
+        processes, the stream is read again up to the position. The end of an epoch is the beginning of the next one:
+        the next iteration is whole, unless the program names the epoch that is over, by `set_epoch`. Random numbers
+        that worker processes draw start again.
 
         Args:
             state: What `state_dict` returned.
@@ -356,12 +377,65 @@ class PreparedLoader(DataLoader[Any]):
             [[2, 3], [4, 5], [6, 7]]
         """
         position = LoaderPosition.from_state(state, self._batch_size)
+        if position.batches and self._is_all(position.batches):  # in another number of ranks nothing may be left
+            position = replace(position, is_over=True)
+        is_begun = position.is_begun
         if not self.world.is_main_process:
             position = replace(position, order={})  # rank 0's: worker processes of all ranks would draw alike
         if position.seed is not None and self._source.seed is not None:
             self._source.seed = position.seed
-        self._progress.enter_epoch(position.epoch)
-        self._progress.resume = position if position.batches else None
+        if not (is_begun or position.is_over):
+            self._source.draw_from(position.order)
+        progress = self._progress
+        progress.enter_epoch(position.epoch)
+        progress.resume, progress.over = position if is_begun or position.is_over else None, None
+        if position.is_over and not position.is_named:
+            self._pass_over(position)
+
+    def _pass_over(self, position: LoaderPosition) -> None:
+        """Make the next iteration the first one after the epoch of `position`, which is over."""
+        progress = self._progress
+        progress.enter_epoch(position.epoch + 1)
+        progress.resume, progress.over = None, position
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue at the position of a checkpoint, or with a whole epoch if this loader has trained.
+
+        A program that has trained past a checkpoint and loads it goes back to better weights, and then trains for
+        epochs. Its next iteration is the epoch of the checkpoint from its first batch, in the order that it had, or the
+        one after it if that was over. `load_state_dict` continues at the position all the same. Every rank calls it.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> loader = Accelerator().prepare(DataLoader(range(8), 2))
+            >>> for batch in loader:  # no step: it has not trained
+            ...     state = loader.state_dict()
+            ...     break
+            >>> loader.restore(state)
+            >>> [batch.tolist() for batch in loader]
+            [[2, 3], [4, 5], [6, 7]]
+        """
+        progress, steps = self._progress, self.accumulation.clock.done
+        has_trained = progress.has_trained or any(steps > each.steps for each in progress.open)
+        self.load_state_dict(state)
+        position = progress.resume
+        if position is None or not has_trained:
+            return
+        if position.is_over:
+            self._pass_over(position)
+            return
+        progress.resume = replace(position, batches=0, dataset=None, witness=[])
+        done = position.batches // self._source.stride
+        if done and self.world.is_main_process:
+            warn_user(
+                f"load_state: {self._name()} was {done} batches into epoch {position.epoch} (0-based) when this "
+                "checkpoint was saved, and it has trained in this process since it was prepared. So the next loop over "
+                "it is that epoch from its first batch, in the same order. To leave out what the checkpoint has "
+                f"trained on: accelerator.skip_first_batches(loader, {done})"
+            )
 
     @property
     def goes_on_at(self) -> tuple[int, int, int | None]:
@@ -396,7 +470,7 @@ class PreparedLoader(DataLoader[Any]):
         """Return this loader without this rank's first batches, in every iteration.
 
         Both loaders count epochs together. A position that `load_state_dict` has set is dropped; the order of that
-        epoch stays.
+        epoch stays. After one at the end of an epoch these are batches of the next one, or of that one if it is all.
 
         Args:
             batches: The number of batches to leave out.
@@ -406,7 +480,10 @@ class PreparedLoader(DataLoader[Any]):
         rest = copy.copy(self)
         rest._skip = self._skip + batches
         rest._origin = self if self._origin is None else self._origin
-        rest._resumed, self._progress.resume = self._progress.resume, None
+        progress = self._progress
+        if progress.over is not None and self._is_all(rest._skip * self._source.stride):
+            self.set_epoch(progress.over.epoch)
+        rest._resumed, progress.resume = progress.resume, None
         return rest
 
     # -- attributes that programs read

@@ -28,8 +28,10 @@ __all__ = [
     "data_seed",
     "drawn_seed",
     "order_states",
+    "own_states",
     "replayed",
     "samplers_of",
+    "set_own_states",
     "tell_epoch",
 ]
 
@@ -40,6 +42,9 @@ _DRAW_STRIDE = 0xD1B54A32D192ED03
 """An odd number near 2**64 times 0.8191: the draws of an epoch coincide neither with each other nor other epochs."""
 
 _SAMPLER_ATTRIBUTES = ("sampler", "batch_sampler")
+
+_OF_PROCESS = "process"
+"""The name of the process's generator among those of an order; a checkpoint has its state for itself."""
 
 _SEEDABLE_STRIDE = 1
 """Accelerate's seedable sampler: epoch e has the order of seed + e."""
@@ -246,11 +251,23 @@ def order_states(loader: DataLoader[Any]) -> dict[str, torch.Tensor]:
     return {name: generator.get_state() for name, generator in _order_generators(loader).items()}
 
 
+def own_states(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return those of `order_states` that belong to the loader's own generators."""
+    return {name: state for name, state in states.items() if name != _OF_PROCESS}
+
+
+def set_own_states(states: dict[str, torch.Tensor], loader: DataLoader[Any]) -> None:
+    """Set the own generators of `loader` to `states`; that of the process does not change."""
+    generators = _order_generators(loader)
+    for name in own_states(states).keys() & generators.keys():
+        generators[name].set_state(states[name])
+
+
 def _order_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     candidates = {"loader": loader.generator, "sampler": getattr(sampler, "generator", None)}
     own = {name: generator for name, generator in candidates.items() if isinstance(generator, torch.Generator)}
-    return {"process": torch.default_generator, **own}
+    return {_OF_PROCESS: torch.default_generator, **own}
 
 
 def _may_draw_anywhere(batches: Any) -> bool:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel.base.events import Progress
 from nbaccel.base.values import frozen
+from nbaccel.train.data.order import own_states
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.counted_batch import CountedBatch
 from nbaccel.train.distributed.nested import leaves
@@ -49,13 +50,16 @@ class LoaderPosition:
         epoch: The iteration's number.
         batches: Those of the user's loader before it, for all ranks together.
         seed: The seed of the data order; None where the order is that of plain PyTorch.
-        order: States of the generators that determined this order when the epoch began.
+        order: States of the generators that determined this order when the epoch began. Where it has not begun: those
+            of the loader's own generators now, with which its order will be drawn.
         dataset: State of the dataset, or of a loader that has one, some of those batches before; None where there is
             none.
         batch_size: The batch size of the user's loader; None where batches have sizes of their own.
         loops, looks: Iterations of this number that were under way when it began, loops that may train or looks.
         is_look: This iteration is a look: gradients are disabled.
         goes_on: This epoch began before, so its random draws are repeated.
+        is_over: No batch of the epoch is left.
+        is_named: The program goes on in this epoch, so that nothing comes if it is over; otherwise the next one comes.
         witness: Digests of the batches between that state and this position; see `DatasetStates`.
     """
 
@@ -69,6 +73,8 @@ class LoaderPosition:
     looks: int = 0
     is_look: bool = False
     goes_on: bool = False
+    is_over: bool = False
+    is_named: bool = False
     witness: list[int] = field(default_factory=list)
 
     @property
@@ -80,6 +86,17 @@ class LoaderPosition:
     def is_first(self) -> bool:
         """True if no other such iteration of the epoch was under way."""
         return not (self.looks if self.is_look else self.loops)
+
+    @property
+    def is_begun(self) -> bool:
+        """True if the epoch has an order already. A look that has handed out nothing is repeated as a whole."""
+        return bool(
+            self.batches or (not self.is_look and (len(own_states(self.order)) < len(self.order) or not self.is_first))
+        )
+
+    def not_begun(self) -> LoaderPosition:
+        """Return this beginning of an epoch without an order, which is drawn with the random numbers of then."""
+        return replace(self, order=own_states(self.order), loops=0, looks=0)
 
     def state_dict(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "goes_on"}
@@ -93,7 +110,8 @@ class LoaderPosition:
         """
         position = cls(**state, goes_on=True)
         saved = position.batch_size
-        if saved == batch_size or not position.batches or saved is None or batch_size is None:
+        is_at_edge = position.is_over or not position.batches
+        if saved == batch_size or is_at_edge or saved is None or batch_size is None:
             return replace(position, batch_size=batch_size)
         position = replace(position, dataset=None, witness=[])  # of batches of another size: they cannot be compared
         batches, rest = divmod(position.batches * saved, batch_size)
@@ -117,17 +135,19 @@ class Iteration:
 
     Attributes:
         taken: Batches of the user's loader since then, for all ranks together.
+        is_over: This rank's last batch was handed out.
         states: The dataset's states after rounds, and the digests of the batches of each; those of the open
             accumulation window, and of `_WITNESSED` rounds before it.
     """
 
-    __slots__ = ("base", "position", "states", "steps", "taken")
+    __slots__ = ("base", "is_over", "position", "states", "steps", "taken")
 
     def __init__(self, position: LoaderPosition, base: int, steps: int) -> None:
         self.position = position
         self.base = base
         self.steps = steps
         self.taken = 0
+        self.is_over = False
         self.states: list[tuple[Any, list[int]]] = [(position.dataset, []), (None, position.witness)]
 
     @property
@@ -165,6 +185,8 @@ class EpochProgress:
             those that could have trained, and looks. Each of them has a number of its own.
         open: The iterations that are under way, or held, in the order in which they began.
         resume: Where the next iteration must begin; None for the epoch's first batch.
+        over: The end of the epoch before, where a checkpoint was saved: a program may still name that epoch.
+        has_trained: An iteration that is over has trained.
         is_joined: Ranks may run out of batches one after the other.
         ended: Where the last iteration ended, if it trained, and how many such passes the program had made by then.
     """
@@ -173,6 +195,8 @@ class EpochProgress:
         self.epoch = self.loops = self.looks = 0
         self.open: list[Iteration] = []
         self.resume: LoaderPosition | None = None
+        self.over: LoaderPosition | None = None
+        self.has_trained = False
         self.is_joined = False
         self.ended: tuple[dict[str, Any], int] | None = None
 
@@ -198,6 +222,8 @@ class EpochProgress:
         this = Iteration(position, self.epoch, steps)
         self.open.append(this)
         self.resume = None
+        if not position.is_look:
+            self.over = None
         return this
 
     def enter_epoch(self, epoch: int) -> None:

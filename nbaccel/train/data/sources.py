@@ -25,13 +25,24 @@ from nbaccel.train.data.order import (
     order_states,
     replayed,
     samplers_of,
+    set_own_states,
     tell_epoch,
 )
 from nbaccel.train.data.pieces import in_pieces, iterated_in_pieces
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead, unshared
 
-__all__ = ["DealtSource", "IndexSource", "Rest", "Source", "StreamSource", "drawn_again", "length_of", "rebuilt"]
+__all__ = [
+    "DealtSource",
+    "IndexSource",
+    "Rest",
+    "Source",
+    "StreamSource",
+    "begun",
+    "drawn_again",
+    "length_of",
+    "rebuilt",
+]
 
 _TOO_MANY_WORKERS = "This DataLoader will create"
 """Beginning of torch's warning of more workers than cores (dataloader.py)."""
@@ -98,6 +109,10 @@ class Source:
         """Return the states of the generators that determine the next epoch's order."""
         return order_states(self.loader)
 
+    def draw_from(self, states: dict[str, Any]) -> None:
+        """Draw the next epoch's order with `states` of the loader's own generators."""
+        set_own_states(states, self.loader)
+
     def apart(self) -> Source:
         """Return a source for a look during an iteration; the iteration's order and generators do not change."""
         return self
@@ -107,7 +122,7 @@ class Source:
         loader = self.loader
         tell_epoch(position.epoch, loader.dataset, *samplers_of(loader))
         begin_workers_anew(loader)
-        if not position.batches:
+        if not (position.batches or position.goes_on):
             return self._ended(iterated_in_pieces(loader), position)
         if self.is_stream or type(loader).__iter__ is not DataLoader.__iter__:
             return self._ended(self._resumed_stream(position), position)
@@ -136,7 +151,7 @@ class Source:
             iterator = iter(loader)
             for _ in itertools.islice(iterator, position.batches):
                 pass
-        return iterator
+            return iterator if position.batches else begun(iterator)
 
     def _length(self) -> int | None:
         return length_of(self.loader)
@@ -359,8 +374,8 @@ class _Started(Iterator[Any]):
     def start(self) -> Iterator[Any]:
         if self._rest is None:
             batches = iter(self._batches)
-            kept = list(itertools.islice(batches, self._keep))
-            for _ in itertools.islice(batches, self._skip - len(kept)):
+            kept = list(itertools.islice(batches, self._keep if self._skip else 1))  # a sampler draws with its first
+            for _ in itertools.islice(batches, max(0, self._skip - len(kept))):
                 pass
             self._rest = itertools.chain(kept, batches)
         return self._rest
@@ -375,6 +390,11 @@ def drawn_again(position: LoaderPosition, loader: DataLoader[Any]) -> AbstractCo
     Afterwards the random numbers of the program continue where they were.
     """
     return replayed(position.order, loader) if position.goes_on else nullcontext()
+
+
+def begun(values: Iterator[Any]) -> Iterator[Any]:
+    """Return `values` with the first of them read now: a stream that draws an order draws it then."""
+    return itertools.chain(list(itertools.islice(values, 1)), values)
 
 
 def count_down(values: Iterable[Any], length: int) -> Iterator[tuple[Any, bool]]:

@@ -118,7 +118,7 @@ def _run(
     loader.load_state_dict(state)
     torch.set_rng_state(generators[0])
     random.setstate(generators[1])
-    after = list(epochs(accelerator, loader, 2))
+    after = list(epochs(accelerator, loader, 1 if 2 * stop == len(whole) else 2))
     return whole, before + after, loader.dataset.read, state
 
 
@@ -310,15 +310,80 @@ def test_a_position_inside_a_batch_is_an_error_with_the_numbers() -> None:
         _seedable(batch_size=4).load_state_dict(_state_after(5))
 
 
-def test_a_loop_that_was_at_its_end_yields_nothing_and_then_a_whole_epoch() -> None:
+def _at_its_end() -> tuple[Any, list[int]]:
+    """A loader with the state of another one that was saved with its last batch, and the order of the next epoch."""
     loader = _seedable()
+    for _ in loader:
+        state = loader.state_dict()
+    second = [index for batch in loader for index in batch.tolist()]
+    loader = _seedable()
+    loader.load_state_dict(state)
+    assert (state["batches"], state["is_over"], len(loader)) == (24, True, 24)
+    return loader, second
+
+
+def test_a_position_at_the_end_of_an_epoch_is_the_beginning_of_the_next_one() -> None:
+    loader, second = _at_its_end()
+    assert loader.iteration == 1
+    assert [index for batch in loader for index in batch.tolist()] == second
+    assert (loader.iteration, len(list(loader))) == (2, 24)
+
+
+@pytest.mark.parametrize("skip", [0, 3])
+def test_what_is_skipped_at_the_end_of_an_epoch_is_of_the_next_one(skip: int) -> None:
+    loader, second = _at_its_end()
+    rest = Accelerator().skip_first_batches(loader, skip)
+    assert [index for batch in rest for index in batch.tolist()] == second[2 * skip :]
+    assert loader.iteration == 2
+
+
+def test_a_whole_epoch_that_is_skipped_at_its_end_is_that_epoch() -> None:
+    loader, second = _at_its_end()
+    assert list(Accelerator().skip_first_batches(loader, 24)) == []
+    assert [index for batch in loader for index in batch.tolist()] == second
+
+
+@pytest.mark.parametrize("named", [0, 1])
+def test_an_epoch_that_is_named_is_the_one_that_comes(named: int) -> None:
+    loader, second = _at_its_end()
+    loader.set_epoch(named)
+    if named == 0:
+        assert list(loader) == []
+    assert [index for batch in loader for index in batch.tolist()] == second
+
+
+def test_an_epoch_that_was_named_once_is_not_named_by_later_positions() -> None:
+    loader = _seedable()
+    loader.load_state_dict(_state_after(3))
+    loader.set_epoch(0)
     for _ in loader:
         state = loader.state_dict()
     loader = _seedable()
     loader.load_state_dict(state)
-    assert (state["batches"], len(loader)) == (24, 24)
-    assert list(loader) == []
-    assert (loader.iteration, len(list(loader))) == (1, 24)
+    assert (state["batches"], loader.iteration, len(list(loader))) == (24, 1, 24)
+
+
+def test_an_epoch_that_is_over_may_have_any_batch_size() -> None:
+    loader: DataLoader[Any] = DataLoader(range(10), 4)  # type: ignore[arg-type]
+    prepared = Accelerator().prepare(loader)
+    for _ in prepared:
+        state = prepared.state_dict()
+    again = Accelerator().prepare(DataLoader(range(10), 5))  # type: ignore[arg-type, var-annotated]
+    again.load_state_dict(state)
+    assert (again.iteration, len(list(again))) == (1, 2)
+
+
+def test_a_generator_of_the_loaders_own_goes_on_between_epochs() -> None:
+    def start() -> Any:
+        return Accelerator().prepare(_loader(23, 2, "own generator"))
+
+    loader = start()
+    list(loader)
+    state = loader.state_dict()
+    second = [batch.tolist() for batch in loader]
+    loader = start()
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == second
 
 
 def test_outside_of_a_loop_the_position_is_the_next_epochs_beginning() -> None:
@@ -545,5 +610,6 @@ def test_a_look_at_a_loop_that_is_through_sees_a_batch_and_leaves_the_loop_throu
     with torch.no_grad():
         assert len(next(iter(loader))) == 2
         assert len(list(loader)) == 24
+    loader.set_epoch(0)
     assert list(loader) == []
     assert len(list(loader)) == 24
