@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -43,7 +43,8 @@ _SHOWN_BY = names(
 )
 _KEEPS = names("item float int round abs detach cpu tolist numpy clone double to half sum mean max min array")
 _ARE_MEANS = ("_loss", "cross_entropy", "cross_entropy_with_logits")
-_COUNTED_BY = ("torchmetrics", "ignite")  # these count over all ranks
+_COUNTED_BY = ("torchmetrics", "ignite")
+"""Packages whose metrics are objects that count what they are called with, in a raw loop each rank for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class _Program:
         self.loops = loops
         self.variables = variables
         self.found: dict[str, ReadNumber] = {}
+        self.kept: dict[str, Known] = {}  # what functions, and the cell, have counted or listed, and left behind
         self.depth = 0
         self._trees: dict[str, ast.Module] = {}
         self._attributes: dict[int, dict[str, Known]] = {}  # by object, as ``self.name``
@@ -165,7 +167,10 @@ class _Program:
         for statement in body:
             scope.execute(statement)
         if frame.f_code.co_name == "<module>":
-            scope.leave()
+            self.kept |= scope.kept()
+        for name, value in self.kept.items():
+            if name not in scope.used:
+                self.read(ast.parse(name, mode="eval").body, value)
 
     def call(self, function: Any, given: Sequence[Known | None], objects: Sequence[Any]) -> Known | None:
         """Return what a function of the notebook makes of its arguments."""
@@ -185,6 +190,7 @@ class _Program:
         for statement in body:
             scope.execute(statement)
         self.depth -= 1
+        self.kept |= scope.kept({*code.co_varnames, *code.co_cellvars})
         if isinstance(function, MethodType):
             own = {name: value for name, value in scope.values.items() if name.startswith("self.")}
             self._attributes[id(function.__self__)] = own
@@ -226,8 +232,11 @@ class _Scope:
         self.values: dict[str, Known] = {}  # by source: names, and attributes of names
         self.returned: Known | None = None
         self._made_of: dict[str, set[str]] = {}
-        self._counted: set[str] = set()  # names that only grow
-        self._used: set[str] = set()
+        self._counted: dict[str, None] = {}  # names that only grow, in their order
+        self._listed: set[str] = set()  # those of them that are lists or tables
+        self._made_of_batch: set[str] = set()  # names that a loop over batches binds anew for each
+        self._inside: list[ast.For | ast.AsyncFor | ast.While] = []
+        self.used: set[str] = set()
         self._branches = 0
 
     # -- statements
@@ -235,20 +244,22 @@ class _Scope:
     def execute(self, node: ast.stmt) -> None:
         if isinstance(node, ast.For | ast.AsyncFor):
             self._bind_batch(node.target, node.iter)
-            for _ in range(2):
-                self._all(node.body)
+            if self._is_split(node.iter):
+                self._made_of_batch |= _bound_in(node)
+            self._rounds(node)
             self._all(node.orelse)
         elif isinstance(node, ast.While):
-            for _ in range(2):
-                self._all(node.body)
+            self._rounds(node)
         elif isinstance(node, ast.Assign):
             value = self._batch_of(node) or self.value(node.value)
             for target in node.targets:
                 self._bind(target, value, node.value)
+                self._fill(target)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._bind(node.target, self.value(node.value), node.value)
         elif isinstance(node, ast.AugAssign):
             self._add_to(ast.unparse(node.target), node.op, self.value(node.value), node.value)
+            self._fill(node.target)
         elif isinstance(node, ast.Return) and node.value is not None:
             self.returned = self.value(node.value) or self.returned
         elif isinstance(node, ast.Expr):
@@ -269,10 +280,35 @@ class _Scope:
             else:
                 self.execute(node)
 
-    def leave(self) -> None:
-        """Note what the cell has counted or listed, and not used."""
-        for name in self._counted - self._used:
-            self._program.read(ast.parse(name, mode="eval").body, self.values.get(name))
+    def _rounds(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        self._inside.append(node)
+        for _ in range(2):
+            self._all(node.body)
+        self._inside.pop()
+
+    def kept(self, own: Set[str] = frozenset()) -> dict[str, Known]:
+        """Return what was counted or listed, and not used.
+
+        Args:
+            own: Variables that nobody sees after the function. An attribute is a result if it is a list or a table:
+                a number in it is most often read by a method.
+        """
+        left = (name for name in self._counted if name not in self.used and name in self.values)
+        return {name: self.values[name] for name in left if not own or self._outlives(name, own)}
+
+    def _outlives(self, name: str, own: Set[str]) -> bool:
+        root, _, attribute = name.partition(".")
+        return name in self._listed and root == "self" if attribute else name not in own
+
+    def _fill(self, target: ast.expr) -> None:
+        """Note a table of the program in which entries are set, or counted, by what a batch says."""
+        if not isinstance(target, ast.Subscript) or self.value(target.slice) is None:
+            return
+        table = ast.unparse(target.value)
+        if table not in self._made_of_batch:
+            self.values[table] = Known(None)
+            self._counted[table] = None
+            self._listed.add(table)
 
     def _is_split(self, node: ast.AST) -> bool:
         lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)  # type: ignore[attr-defined]
@@ -290,7 +326,11 @@ class _Scope:
     def _batch_of(self, node: ast.Assign) -> Known | None:
         """Return a batch, for ``x, y = next(batches)`` of a loader whose batches are split."""
         takes = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "next"
-        return _BATCH if takes and self._is_split(node) else None
+        if not takes or not self._is_split(node):
+            return None
+        for loop in self._inside[-1:]:
+            self._made_of_batch |= _bound_in(loop)
+        return _BATCH
 
     def _bind(self, target: ast.expr, value: Known | None, source: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
@@ -320,7 +360,7 @@ class _Scope:
         if value is None:
             return
         if isinstance(operator, ast.Add | ast.Sub):
-            self._counted.add(text)
+            self._counted[text] = None
             self.values[text] = value if old is None else _sum(old, value)
         else:
             self.values[text] = _product(old or WHOLE, value, -1 if isinstance(operator, ast.Div) else 1)
@@ -332,7 +372,7 @@ class _Scope:
         text = ast.unparse(node)
         if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and text in self.values:
             if isinstance(node, ast.Name):
-                self._used.add(text)
+                self.used.add(text)
             return self.values[text]
         if isinstance(node, ast.Call):
             return self._of_call(node)
@@ -380,8 +420,11 @@ class _Scope:
             if known:
                 kept = ast.unparse(node.func.value)
                 self.values[kept] = reduce(_sum, known)
-                self._counted.add(kept)
+                self._counted[kept] = None
+                self._listed.add(kept)
             return None
+        if (metric := self._metric(node)) is not None:
+            return self._of_metric(metric, name, any(each.is_other for each in known))
         below = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if name == "backward":
             self._note_backward(node)
@@ -408,6 +451,20 @@ class _Scope:
             return of
         return self._of_function(node, values)
 
+    def _metric(self, node: ast.Call) -> str | None:
+        """Return the name of a library's metric that is called, or of which a method is; None if it is no such call."""
+        for each in (node.func, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])):
+            if str(getattr(type(self._object(each)), "__module__", "")).partition(".")[0] in _COUNTED_BY:
+                return ast.unparse(each)
+        return None
+
+    def _of_metric(self, metric: str, method: str, is_of_batch: bool) -> Known | None:
+        if method == "reset":
+            self.values.pop(metric, None)
+        elif is_of_batch:
+            self.values[metric] = Known(None)
+        return self.values.get(metric)
+
     def _function(self, node: ast.Call) -> Any:
         """Return the function of the notebook that is called; None if it is no such one."""
         called = self._object(node.func)
@@ -421,8 +478,7 @@ class _Scope:
         if (function := self._function(node)) is not None:
             with suppress(LookupError, SyntaxError, OSError):
                 return self._program.call(function, values[: len(node.args)], [self._object(a) for a in node.args])
-        module = str(getattr(type(called), "__module__", "")).partition(".")[0]
-        if not known or module in _COUNTED_BY:
+        if not known:
             return None
         words = {word.arg: ast.unparse(word.value).strip("'\"") for word in node.keywords}
         reduction = words.get("reduction") or getattr(called, "reduction", None)
@@ -476,6 +532,10 @@ class _Scope:
                 self._shown(each, self.value(each))
         elif value is not None and not (value.is_batch and value.is_sure):
             self._program.read(node, value)
+
+
+def _bound_in(loop: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(loop) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def _parts_of(root: ast.expr) -> Iterator[ast.expr]:

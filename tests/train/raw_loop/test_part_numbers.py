@@ -134,6 +134,66 @@ print(hits / 40)
 """,
         (HALF.format("hits / 40"),),
     ),
+    "a list that a function fills": (
+        f"""
+rows = []
+def fit(epochs):
+    for epoch in range(epochs):
+        right = n = 0; lengths = []
+        for x, y in loader:
+            out = model(x); loss = criterion(out, y); {STEP}
+            right += (out.argmax(1) == y).sum().item(); n += len(y); lengths.append(len(y))
+        rows.append({{"epoch": epoch, "accuracy": right / n}})
+fit(2)
+""",
+        (OF_A_PART.format("rows"),),
+    ),
+    "a list in an attribute": (
+        f"""
+class Trainer:
+    def __init__(self): self.accuracies = []
+    def epoch(self):
+        right = n = 0
+        for x, y in loader:
+            out = model(x); loss = criterion(out, y); {STEP}
+            right += (out.argmax(1) == y).sum().item(); n += len(y)
+        self.accuracies.append(right / n)
+trainer = Trainer()
+trainer.epoch()
+""",
+        (OF_A_PART.format("self.accuracies"),),
+    ),
+    "tables": (
+        f"""
+confusion, seen, by_epoch = torch.zeros(3, 3), torch.zeros(3), torch.zeros(2)
+for epoch in range(2):
+    for x, y in loader:
+        out = model(x); loss = criterion(out, y); {STEP}
+        given = torch.zeros(len(y), 3); given[range(len(y)), y] = 1
+        for t, p in zip(y, out.argmax(1)):
+            confusion[t, p] += 1
+        seen[y] = 1
+    by_epoch[epoch] = loss.item()
+""",
+        (OF_A_PART.format("confusion, seen"),),
+    ),
+    "a metric of torchmetrics": (
+        f"""
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+accuracy, whole, losses = MulticlassAccuracy(3), MulticlassAccuracy(3), MeanMetric()
+for x, y in loader:
+    out = model(x); loss = criterion(out, y); {STEP}
+    accuracy.update(out, y); losses(loss.item())
+print(accuracy.compute().item(), losses.compute())
+accuracy.reset()
+with torch.no_grad():
+    for x, y in test:
+        accuracy(model(x), y); whole(model(x), y)
+print(f"{{accuracy.compute()}} {{whole.compute()}}")
+""",
+        (OF_A_PART.format("accuracy.compute().item()"),),
+    ),
     "a function that nobody has the source of": (
         f"""
 from statistics import fmean
