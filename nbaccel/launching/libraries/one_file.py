@@ -374,7 +374,8 @@ class _OpenedFiles:
         try:
             path, mode = args[0], args[1]
             if isinstance(mode, str) and mode[:1] in "wa" and isinstance(path, (str, bytes, os.PathLike)):
-                self._note(os.path.abspath(os.fsdecode(path)), "is opened for writing")
+                home = tempfile.gettempdir() if _is_opened_by_a_line_of_the_user() else ""
+                self._note(os.path.abspath(os.fsdecode(path)), "is opened for writing", home)
         except Exception:  # an error here would appear as an error of the program's `open`
             self._is_over = True
         finally:
@@ -403,8 +404,8 @@ class _OpenedFiles:
             self._is_looking = False
         return file.write(data)
 
-    def _note(self, path: str, how: str) -> None:
-        if path in self._known or path.startswith(self._journal.path) or is_private_file(path):
+    def _note(self, path: str, how: str, home: str = "") -> None:
+        if path in self._known or path.startswith(self._journal.path) or is_private_file(path, home):
             return
         self._known.add(path)
         self._is_over = len(self._known) >= _MOST_OPENED
@@ -422,6 +423,17 @@ class _OpenedFiles:
             "of a whole file the last rank's is left. Let one rank write it (if accelerator.is_main_process:), or put "
             "the rank into its name"
         )
+
+
+def _is_opened_by_a_line_of_the_user() -> bool:
+    """Return whether the file that is being opened is one of the user's lines', maybe by way of Python's own library.
+
+    Libraries keep caches among the temporary files, and a user a log.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and f"{frame.f_globals.get('__name__')}".partition(".")[0] in sys.stdlib_module_names:
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def _say(text: str) -> None:

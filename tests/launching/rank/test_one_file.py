@@ -227,7 +227,8 @@ def test_open_files_and_our_own_saves_are_left_alone(tmp_path: Path) -> None:
         return torch.load(buffer), [torch.load(f"{kind}_{rank}.pt") for kind in ("own", "open")]
 
     assert _in_ranks(tmp_path, loop) == [((0, [0, 0]), []), ((1, [1, 1]), [])]
-    assert not (tmp_path / "run" / "store.files").exists()
+    journal = (tmp_path / "run" / "store.files").read_text().splitlines()
+    assert sorted(os.path.basename(line.strip('"]')) for line in journal) == ["open_0.pt", "open_1.pt"]
 
 
 def test_a_folder_that_another_rank_has_made_is_there(tmp_path: Path) -> None:
@@ -281,6 +282,27 @@ def test_a_file_that_several_ranks_write_is_named_once(
         "each rank, and of a whole file the last rank's is left. Let one rank write it (if "
         "accelerator.is_main_process:), or put the rank into its name"
     ]
+
+
+def test_a_file_of_a_users_line_is_named_below_the_temporary_folder_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library: dict[str, Any] = {}
+    source = "def keep():\n    with open('cache.bin', 'w') as file:\n        file.write('kept')\n"
+    exec(compile(source, "/usr/lib/python3/dist-packages/library.py", "exec"), {"__name__": "library"}, library)
+
+    def loop(rank: int) -> None:
+        library["keep"]()
+        with tempfile.NamedTemporaryFile("w", dir=".") as file:
+            file.write("own")
+        with Path("log.csv").open("a") as file:
+            file.write("1,2\n")
+
+    _in_ranks(tmp_path, loop)
+    assert (tmp_path / "log.csv").read_text() == 2 * "1,2\n"
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("nbaccel: ")]
+    assert [line.partition(":")[2][1:8] for line in told] == ["log.csv"]
 
 
 def test_safetensors_are_one_file_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
