@@ -360,6 +360,27 @@ def test_a_loop_that_makes_a_state_of_its_batches_starts_again_with_whole_ones(k
     assert cell.text.count("started again with whole batches in each of 2 ranks, the same work") == 1
 
 
+CUTS_ITS_BATCHES = """
+history = []
+for a, b in DataLoader(TensorDataset(x[:64], y[:64]), batch_size=16):
+    optimizer.zero_grad()
+    for some, theirs in zip(a.split(4), b.split(4)):
+        loss = nn.functional.mse_loss(model(some), theirs)
+        (loss / 4).backward()
+        history.append(loss.item())
+    optimizer.step()
+"""
+
+
+def test_a_loop_that_cuts_its_batches_by_itself_starts_again_with_whole_ones(kernel: RealKernel, start: str) -> None:
+    """A larger part has more backwards, so that the ranks are at different steps after the first ones."""
+    expected = plain(kernel, loop=CUTS_ITS_BATCHES)
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(CUTS_ITS_BATCHES, start))
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+    assert cell.text.count("started again with whole batches in each of 2 ranks, the same work") == 1
+
+
 @pytest.mark.full
 def test_a_state_that_ranks_have_made_is_an_error_where_a_file_was_written(kernel: RealKernel) -> None:
     kernel.do(SETUP)

@@ -241,11 +241,14 @@ def refuse_out_of_step(header: Header, ranks: Sequence[int]) -> None:
         is_given = is_given and (reach_alike or name != "check")
         if is_given and not header.all_equal(name, ranks):
             said = ", ".join(f"rank {rank}: {getattr(says[rank], name):g}" for rank in ranks)
-            raise NotPrepared(
+            error = NotPrepared(
                 f"the ranks train one model, and {what} ({said}), so they do not train one any more: something "
                 "that the loop decides or draws by itself differs between ranks. Decide by the loss after "
                 f"loss.backward(), which is the same in all ranks. {WITHOUT_A_SEED}"
             )
+            # A loop that cuts its batches, as by `x.split(4)`, has more backwards for a larger part of one.
+            error.is_of_parts = error.is_of_states = name == "steps"
+            raise error
 
 
 def refuse_to_go_on_with_parts(header: Header, ranks: Sequence[int]) -> None:
