@@ -105,10 +105,10 @@ class Continuation:
         """Fill objects that their own statements have made again; return further names to bind."""
         return {} if self._restored is None else self._restored.fill(roots)
 
-    def write_again(self, roots: dict[str, Any]) -> None:
-        """Write all contents once more: what was evaluated on the way may have changed them."""
+    def write_again(self, roots: dict[str, Any], is_last: bool) -> Mapping[str, Any]:
+        """Write all contents once more: what was evaluated on the way may have changed them; return as `fill`."""
         assert self._restored is not None
-        self._restored.write_again(roots)
+        return self._restored.write_again(roots, is_last)
 
     def arrived(self) -> None:
         """Continue with this rank's random numbers, and with the count of steps."""

@@ -111,6 +111,8 @@ class CellDifference:
         roots: Mapping[str, Any],
         to_host: ToHost = on_host,
         can_make: Callable[[str], bool] = lambda root: False,
+        frames: int | None = None,
+        can_wait: Callable[[str], bool] = lambda root: True,
     ) -> CellDifference:
         """Return the difference of `roots` now to `head`.
 
@@ -118,14 +120,16 @@ class CellDifference:
             roots: As those of `HeadState`, with the locals of all functions on the way to the present position.
             to_host: Brings a tensor of that name to the CPU; for a thread that writes later it has to copy.
             can_make: Says whether the statements that bind a root run again when the run goes on.
+            frames: See `HeadState.keep_frames`.
+            can_wait: Says whether a root may be bound at the position, when all is made, and nothing reads it before.
 
         Raises:
             CannotSave: Something has changed that no file of data can hold; the message names it.
         """
+        if frames is not None:
+            head.keep_frames(frames)
         now = users_roots(roots)
-        bound = {
-            root: value for root, value in now.items() if root not in head.roots or _is_other(value, head.roots[root])
-        }
+        bound = {root: value for root, value in now.items() if not head.has(root) or _is_other(value, head.roots[root])}
         iterators = {root: value for root, value in bound.items() if _is_drawn_from(value)}
         unreachable = head.unreachable(now)  # also of a stage of the cell that is over: its objects are not made again
         changed = [
@@ -144,6 +148,8 @@ class CellDifference:
         for root, value in bound.items():
             if root in iterators or root in made.roots:
                 continue
+            if not can_wait(root) and made.is_below(value, head):
+                _refuse(local_name(root), f"{with_article(type(value).__name__)} that a call has left")
             try:
                 names[root] = encoder.encoded(value)
             except NoData as error:
@@ -332,21 +338,26 @@ class Restored:
         if other := [_shown_text(text) for text, name, kept in contents if not is_alike(there.get(text), name, kept)]:
             raise CannotResume(f"{_listed(other)}: made otherwise than in the run that is continued")
 
-    def write_again(self, roots: Mapping[str, Any] | None = None) -> None:
+    def write_again(self, roots: Mapping[str, Any] | None = None, is_last: bool = True) -> Mapping[str, Any]:
         """Write all contents once more, into the same objects: code that ran since may have changed them.
 
         Args:
             roots: The roots by now: see `fill`.
+            is_last: All statements that make objects again have run.
+
+        Returns:
+            Names to bind, as of `fill`.
 
         Raises:
             CannotResume: What the statements should have made again is not there.
         """
-        self.fill(roots or {})
-        if not self._is_filled:
+        names = self.fill(roots or {})
+        if is_last and not self._is_filled:
             lost = [local_name(root) for root in self._made if root not in (roots or {})]
             raise CannotResume(f"{', '.join(lost)}: not made again by the lines before the position")
         for write in self._writes:
             write()
+        return names
 
     def _written(self, made: Mapping[str, Seen] | None = None) -> dict[str, Any]:
         """Write what can be written by now; return the names that can be bound.

@@ -206,19 +206,41 @@ class HeadState:
         self._inventory = Inventory(self.roots, self.roots, is_copy=False, most=sys.maxsize, kinds=self._kinds)
         self._objects: dict[str, Seen] = {}
         self._digests: dict[str, Any] = {}
+        self._frames: int | None = None
+
+    def keep_frames(self, number: int) -> None:
+        """Note that a run which goes on has only so many of the frames at its head: calls have ended since.
+
+        What a local of another frame led to is no object of the head any more. Where something new still leads to it,
+        such as the name of what the function returned, it is new.
+        """
+        self._frames = number
+
+    def has(self, root: str) -> bool:
+        """Return whether a run that goes on has a root at its head."""
+        return root in self.roots and not self._has_ended(root)
+
+    def _has_ended(self, root: str) -> bool:
+        """Return whether a root is a local of a call that has ended."""
+        frame, is_local, _ = root.partition(":")
+        return bool(is_local) and self._frames is not None and int(frame) >= self._frames
+
+    def _found(self, obj: Any) -> ObjectPlace | None:
+        place = self._inventory.place(obj)
+        return None if place is None or self._has_ended(place.name) else place
 
     def place(self, obj: Any) -> ObjectPlace | None:
         """Return the place of an object to which a file may refer; None for a new one, for code, and for a value."""
         is_code = issubclass(type(obj), CODE) or self._kinds.of(obj) is None
-        return None if is_code else self._inventory.place(obj)
+        return None if is_code else self._found(obj)
 
     def place_of_any(self, obj: Any) -> ObjectPlace | None:
         """Return the place of an object, also of code; None for a new one."""
-        return self._inventory.place(obj)
+        return self._found(obj)
 
     def place_of_class(self, kind: type) -> ObjectPlace | None:
         """Return the place of a class of the notebook, or the name by which the notebook has one of a module."""
-        if (place := self._inventory.place(kind)) is not None:
+        if (place := self._found(kind)) is not None:
             return place
         return next((ObjectPlace(root) for root, value in self.roots.items() if value is kind), None)
 
@@ -238,16 +260,21 @@ class HeadState:
                     self._objects.setdefault(text_of(ObjectPlace(root)), Seen(value, Kind(), None, ObjectPlace(root)))
         return self._objects
 
+    def present_objects(self) -> Mapping[str, Seen]:
+        """Return those of `objects` that a run which goes on has at its head, see `keep_frames`."""
+        return {text: seen for text, seen in self.objects().items() if not self._has_ended(seen.place.name)}
+
     def compared(self) -> Iterator[tuple[str, Seen]]:
         """Yield those of `objects` that a run which goes on has to have in the same state, with the text of the place.
 
         Others are those of names that the cell does not read: a rank that starts from a clean process has none.
         """
-        yield from ((text, seen) for text, seen in self.objects().items() if seen.place.name in self._compared)
+        compared = self._compared
+        yield from ((text, each) for text, each in self.present_objects().items() if each.place.name in compared)
 
     def compared_roots(self) -> dict[str, Any]:
         """Return the roots that are compared."""
-        return {root: value for root, value in self.roots.items() if root in self._compared}
+        return {root: value for root, value in self.roots.items() if root in self._compared and self.has(root)}
 
     def changes(self) -> Iterator[tuple[Seen, Any]]:
         """Yield the objects that have changed, each with the content of the change.
@@ -266,7 +293,7 @@ class HeadState:
                     content = kind.change(obj, mark)
                 except Exception as error:  # also of a library with inconsistent answers
                     raise CannotSave(self._why_not(obj, error)) from error
-                if content is not None and (place := self._inventory.place(obj)) is not None:
+                if content is not None and (place := self._found(obj)) is not None:
                     yield Seen(obj, kind, mark, place), content
 
     def refuse_open_files(self) -> None:

@@ -103,6 +103,11 @@ class MadeAgain:
         others = {root: each for root in models if (each := _original(models[root], head, models)) is not None}
         return cls(list(roots), originals, others, state, _in_place(state, head))
 
+    def is_below(self, value: Any, head: HeadState) -> bool:
+        """Return whether a value leads to one of these objects, so that it is there only once they are made."""
+        trial = Encoder(head, _as_it_is, self.places)
+        return _without_form(trial.encoded, value) is None and any(each[0] == "made" for each in trial.records)
+
     def contents(self, encoder: Encoder) -> Iterator[list[Any]]:
         """Yield the place of each object, what it is, and what is data of it.
 
@@ -136,7 +141,7 @@ def _without_form(encoded: Callable[[Any], Any], value: Any) -> Any:
 
 def _original(found: torch.nn.Module, head: HeadState, roots: Mapping[str, Any]) -> Any:
     """Return a model of which `found` may be a copy: of the same modules, with tensors of the same shapes."""
-    there = [seen.obj for seen in head.objects().values() if type(seen.obj) is type(found)]
+    there = [seen.obj for seen in head.present_objects().values() if type(seen.obj) is type(found)]
     there += [value for value in roots.values() if type(value) is type(found) and value is not found]
     return next((each for each in there if _structure(each) == _structure(found)), None)
 

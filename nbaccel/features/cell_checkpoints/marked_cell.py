@@ -110,8 +110,15 @@ class GoingOn(Protocol):
     def fill(self, roots: Roots) -> Mapping[str, Any]:
         """Fill what the statements of a frame have made again; return further roots to bind."""
 
-    def write_again(self, roots: Roots) -> None:
-        """Write all contents once more, since what was evaluated on the way may have changed them."""
+    def write_again(self, roots: Roots, is_last: bool) -> Mapping[str, Any]:
+        """Write all contents once more, since what was evaluated on the way may have changed them.
+
+        Args:
+            is_last: The position is reached, and all that statements make again has to be there.
+
+        Returns:
+            As `fill`, which it does where that was not done.
+        """
 
     def arrived(self) -> None:
         """Note that the loop goes on now."""
@@ -515,6 +522,31 @@ class Boundary:
         """Return the values of all names now."""
         return self._cell.roots(self._cell.standings(self._frame))
 
+    def frames_at_head(self) -> int:
+        """Return how many of its frames a run that goes on has at its head.
+
+        It leaves out what has trained and is over, so its head is the first such statement, or the outermost loop.
+        """
+        standings, paths = self._paths()
+        for ended in self._cell.ended[:1]:
+            both = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ended, paths, strict=False))
+            return len([*both]) + 1
+        return len(standings)
+
+    def can_wait(self, root: str) -> bool:
+        """Return whether no statement on the way reads a root: between a training that is over and the position.
+
+        A local of a function is bound where its frame goes on, and never later.
+        """
+        if not self._cell.ended:
+            return True
+        if ":" in root:
+            return False
+        standings, paths = self._paths()
+        first, last = self._cell.ended[0][0][0][0], paths[0][0][0]
+        nodes = (node for each in standings[0].function.body[first : last + 1] for node in ast.walk(each))
+        return not any(isinstance(node, ast.Name) and (node.id, type(node.ctx)) == (root, ast.Load) for node in nodes)
+
     def can_make(self, root: str) -> bool:
         """Return whether a run that goes on runs the statement again that binds a root."""
         standings, paths = self._paths()
@@ -741,7 +773,8 @@ class _Way:
     def come_to_head(self, frame: types.FrameType) -> None:
         """Compare and write the contents; at a later head, after a statement that was left out, write them again."""
         if self._is_at_head:
-            self._saved.write_again(self._cell.roots(self._cell.standings(frame)))
+            self.names |= self._saved.write_again(self._cell.roots(self._cell.standings(frame)), is_last=False)
+            self.bind_globals()
             return
         self._is_at_head = True
         self._cell.ended = [*self._ended]
@@ -834,7 +867,8 @@ class _Way:
 
     def arrive(self, innermost: _OpenLoop) -> None:
         """Go on from here."""
-        self._saved.write_again(self._cell.roots(self._cell.standings(innermost.frame)))
+        self.names |= self._saved.write_again(self._cell.roots(self._cell.standings(innermost.frame)), is_last=True)
+        self.bind_globals()
         self._cell.steps = int(self._saved.position["steps"])
         for loop in self._cell.open_loops:
             loop.steps = self._cell.steps

@@ -399,7 +399,7 @@ class _GoingOn:
         done: list[ast.stmt] = []
         for number, each in enumerate(statements[:at]):
             if is_outer and self._is_over((*above, (number, ""))):
-                done += _made("leave_out()", each)
+                done += [*_made("leave_out()", each), *self._names(each)]
             elif is_outer or _defines(each) or not bound_by(each).isdisjoint(self._here.made_again):
                 done.append(self._marking.statement(each))
         here = statements[at]
@@ -415,7 +415,8 @@ class _GoingOn:
             head = [*_made("head()", node), *self._names(node), *self._deletions(node)] if is_outer else []
             return [*head, self._loop(node, rest, above)]
         if not rest:  # the call that leads to the next frame
-            return [*self._filled(node), *_made(f"arm({self._here.number + 1})", node), self._marking.statement(node)]
+            arms = _made(f"arm({self._here.number + 1})", node)
+            return [*(self._filled(node) or self._names(node)), *arms, self._marking.statement(node)]
         inner = self._block(block_at(node, name), rest, above, is_outer)
         if isinstance(node, Loop):  # its `else`: the loop is over
             return inner

@@ -328,7 +328,9 @@ class CellSaves:
 
     def _difference(self, boundary: Boundary, to_host: ToHost = on_host) -> CellDifference:
         assert self.head is not None, "a boundary is in a loop, whose head comes before"
-        difference = CellDifference.between(self.head, boundary.roots(), to_host, boundary.can_make)
+        difference = CellDifference.between(
+            self.head, boundary.roots(), to_host, boundary.can_make, boundary.frames_at_head(), boundary.can_wait
+        )
         for note in difference.notes:
             if note not in self._noted:
                 self._noted.add(note)

@@ -134,7 +134,10 @@ class Saver:
             return
         assert self.head is not None
         try:
-            difference = CellDifference.between(self.head, boundary.roots(), _copy, can_make=boundary.can_make)
+            difference = CellDifference.between(
+                *(self.head, boundary.roots(), _copy),
+                *(boundary.can_make, boundary.frames_at_head(), boundary.can_wait),
+            )
         except CannotSave:
             if self.difference is None:
                 raise
@@ -175,9 +178,9 @@ class Saved:
         assert self._restored is not None
         return self._restored.fill(roots)
 
-    def write_again(self, roots: Roots) -> None:
+    def write_again(self, roots: Roots, is_last: bool) -> Mapping[str, Any]:
         assert self._restored is not None
-        self._restored.write_again(roots)
+        return self._restored.write_again(roots, is_last)
 
     def arrived(self) -> None:
         self.has_arrived = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["EXACT", "MADE_IN_THE_LOOP", "REFUSED", "SETUP", "WITH_WORKERS"]
+__all__ = ["EXACT", "MADE_IN_THE_LOOP", "REFUSED", "SETUP", "TRAININGS_THAT_ENDED", "WITH_WORKERS"]
 
 SETUP = "model = net(); opt = torch.optim.Adam(model.parameters(), 1e-2); history = []\n"
 
@@ -438,3 +438,94 @@ for k in range(n):
     ),
 }
 """Orders that hang on more than three generators."""
+
+_TRAIN = """
+def train(lr, epochs=2):
+    model = net(); opt = torch.optim.Adam(model.parameters(), lr); log = []; every = 2
+    for epoch in range(epochs):
+        for x, y in loader:
+            loss = step(model, opt, x, y)
+            if len(log) % every == 0: log.append(loss)
+            else: log.append(-loss)
+    return model, log
+"""
+
+TRAININGS_THAT_ENDED = {
+    "two calls that return a model and its losses": (
+        _TRAIN,
+        "first, losses = train(1e-2)\nsecond, others = train(3e-2)\n",
+    ),
+    "two calls in a function": (
+        _TRAIN
+        + """
+def both(lrs):
+    first, losses = train(lrs[0])
+    second, others = train(lrs[1])
+    return first, second, losses + others
+""",
+        "result = both([1e-2, 3e-2])\n",
+    ),
+    "two calls, and what the first returned is looked at": (
+        _TRAIN,
+        "first, losses = train(1e-2)\nsizes = [len(each) for each in first.parameters()]\n"
+        "second, others = train(3e-2)\n",
+    ),
+    "a second call that is given what the first returned": (
+        _TRAIN
+        + """
+def tune(model, lr):
+    opt = torch.optim.SGD(model.parameters(), lr)
+    for epoch in range(2):
+        for x, y in loader: step(model, opt, x, y)
+    return model
+""",
+        "first, losses = train(1e-2)\nsecond = tune(first, 1e-3)\n",
+    ),
+    "a training, and a loop that makes data of what it has learned": (
+        """
+def train_on(data, epochs):
+    model.train(); own = DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(len(data)))
+    for epoch in range(epochs):
+        for x, y in own: loss = step(model, opt, x, y)
+    return loss
+""",
+        SETUP
+        + """
+history.append(train_on(train_set, 1))
+for r in range(3):
+    model.eval()
+    with torch.no_grad(): guess = model(X).argmax(1)
+    chosen = torch.utils.data.ConcatDataset([train_set, TensorDataset(X[: 8 * r], guess[: 8 * r])])
+    history.append(train_on(chosen, 1))
+""",
+    ),
+    "a number and a list between two calls": (
+        """
+def fit(model, lr, epochs=2):
+    losses = []; opt = torch.optim.SGD(model.parameters(), lr)
+    for epoch in range(epochs):
+        for x, y in loader: losses.append(step(model, opt, x, y))
+    return losses
+def both(model):
+    lr = 0.1; stages = []
+    first = fit(model, lr)
+    lr = lr / 2; stages = stages + [len(first)]
+    second = fit(model, lr)
+    return lr, stages, first + second
+""",
+        "model = net(); lr = 0.1; stages = []\nfirst = fit(model, lr)\nlr = lr / 2; stages = stages + [len(first)]\n"
+        "second = fit(model, lr)\nresult = both(model)\n",
+    ),
+    "two calls that fill what they return": (
+        """
+def fit(model, lr):
+    history = {"loss": [], "lr": lr}
+    opt = torch.optim.SGD(model.parameters(), lr)
+    for epoch in range(2):
+        for x, y in loader: history["loss"].append(step(model, opt, x, y))
+    return history
+""",
+        "model = net()\nhead = fit(model, 1e-2)\nfull = fit(model, 1e-2)\n",
+    ),
+}
+"""Cells whose position may be behind a training that is over, and has returned objects of its own."""

@@ -11,7 +11,15 @@ import pytest
 
 from features.cell_checkpoints import left_values
 from features.cell_checkpoints.marked_programs import ABOVE, Ended, Notebook, Refused, Saved, Saver, Watched, ended_at
-from features.cell_checkpoints.shapes_of_cells import EXACT, MADE_IN_THE_LOOP, OWN_ORDERS, REFUSED, SETUP, WITH_WORKERS
+from features.cell_checkpoints.shapes_of_cells import (
+    EXACT,
+    MADE_IN_THE_LOOP,
+    OWN_ORDERS,
+    REFUSED,
+    SETUP,
+    TRAININGS_THAT_ENDED,
+    WITH_WORKERS,
+)
 from nbaccel.errors import CannotResume, CannotSave
 from nbaccel.features.cell_checkpoints.marked_loops import LOOPS
 from nbaccel.features.source.users_functions import uses_name
@@ -45,6 +53,14 @@ def goes_on(above: str, cell: str, step: int, folder: Path) -> None:
 def test_a_cell_that_ended_goes_on_bit_by_bit(shape: str, tmp_path: Path) -> None:
     above, cell = EXACT[shape]
     goes_on(above, cell, random.Random(shape).randint(5, 11), tmp_path)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("shape", TRAININGS_THAT_ENDED)
+@pytest.mark.parametrize("step", [3, 15, 20])
+def test_what_a_training_has_returned_is_there_in_the_next_one(shape: str, step: int, tmp_path: Path) -> None:
+    above, cell = TRAININGS_THAT_ENDED[shape]
+    goes_on(above, cell, step, tmp_path)
 
 
 @pytest.mark.sample(4)
