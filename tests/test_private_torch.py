@@ -183,6 +183,8 @@ GUARDED = {
     "_cuda_getArchFlags": ("2.6", "torch._C._cuda_getArchFlags if torch.version.cuda else None"),
     "_set_default_timeout": ("2.6", "torch._C._distributed_c10d.ProcessGroupGloo._set_default_timeout"),
     "_update_default_pg": ("2.6", "c10d._update_default_pg"),
+    "_assign_modules_buffers": ("2.6", "torch.nn.parallel.DistributedDataParallel._assign_modules_buffers"),
+    "_sync_module_buffers": ("2.6", "torch.nn.parallel.DistributedDataParallel._sync_module_buffers"),
     "_join_config": ("2.6", "sets(torch.distributed.algorithms.join.Joinable, '_join_config')"),
     "_timeout": ("2.6", "torch._C._distributed_c10d.ProcessGroupGloo._Options._timeout"),
     "_get_current_function_mode_stack": ("2.6", "torch.overrides._get_current_function_mode_stack()"),

@@ -6,6 +6,7 @@ import pickle
 import types
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from nbaccel import Accelerator
+from nbaccel import Accelerator, RanksFailed
 from nbaccel.base.world import World
 from nbaccel.testing import run_ranks
 from nbaccel.train.prepare.models import admit, may_move
 from nbaccel.train.step.kwargs_handlers import DistributedDataParallelKwargs
+from nbaccel.train.strategies import replicated
 
 CPU = torch.device("cpu")
 SECOND = World(1, 2, 1, 2)
@@ -429,3 +431,40 @@ def test_what_prepare_warns_of_stands_at_the_users_line() -> None:
     of_main, of_other = run_ranks(2, _where_prepare_warns)
     assert of_main == [__file__] * 4
     assert of_other == [__file__] * 2
+
+
+def _registers_late(where: str, patience_s: float = 45.0) -> Any:
+    """What a model with a buffer leaves to which one more is registered in some ranks, in front of the second step."""
+    accelerator = Accelerator()
+    torch.manual_seed(accelerator.process_index)
+    model, optimizer = accelerator.prepare(*_with_statistics())
+    with patch.object(replicated, "_PATIENCE_S", patience_s):
+        for step in range(3):
+            if step == 1 and where in ("all", str(accelerator.process_index)):
+                accelerator.unwrap_model(model).register_buffer("late", torch.rand(7))
+            accelerator.backward(model(torch.rand(8, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.tolist() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+
+
+def _with_statistics() -> tuple[Any, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def test_a_buffer_that_all_ranks_register_after_prepare_is_that_of_rank_0_from_the_next_forward_on() -> None:
+    first, second = run_ranks(2, _registers_late, "all")
+    assert len(first["late"]) == 7
+    assert [first[name] for name in ("0.weight", "1.weight", "late")] == [
+        second[name] for name in ("0.weight", "1.weight", "late")
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_buffer_that_one_rank_registers_after_prepare_is_named_before_anything_of_it_is_sent(rank: int) -> None:
+    """gloo ends the process of a rank that gets more bytes than it expects, and leaves memory as it was for others."""
+    with pytest.raises(
+        RanksFailed, match=rf"(?s)rank {rank} of 2 failed.*rank {rank} has late, rank {1 - rank} has not"
+    ):
+        run_ranks(2, _registers_late, str(rank), 1.0)

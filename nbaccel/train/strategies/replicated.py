@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -20,8 +22,10 @@ from torch.optim import Optimizer
 from nbaccel.base.exchange_time import EVERY, MEASURED, exchange_clock
 from nbaccel.base.quantised import base_of
 from nbaccel.base.task_end import before_results_leave
+from nbaccel.errors import CollectiveMismatch
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.distributed.transport import collective_counter
 from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import DDPCommunicationHookType
@@ -34,6 +38,13 @@ _NO_BUFFERS = "!tensors.empty() INTERNAL ASSERT"
 """In DDP's error, before it sends anything, for a model that has lost its last buffers: `prune.remove` takes masks, and
 leaves the parameter that the reducer knows, under another name."""
 
+_PATIENCE_S = 45.0
+"""Seconds to wait for ranks that register the same buffer in the same place of the program."""
+
+_POLL_S = 0.02
+
+_SHOWN = 4
+"""Names in an error."""
 
 _NOT_ANNOUNCED = "not announced"
 """A doubt of `Reduction`: a backward that should have synchronised came from no forward of the model."""
@@ -148,6 +159,8 @@ class Replica(DistributedDataParallel):
         lent_to: The present user of the gradients; DDP's own buckets are freed then. A forward with gradients outside
             of `forward_backward` takes them back.
         reduction: What is known of its gradients.
+        named_module_buffers: The buffers that DDP sends from rank 0 with a forward.
+        changes: How often these have become others.
     """
 
     lent_to: Gradients | None = None
@@ -155,6 +168,47 @@ class Replica(DistributedDataParallel):
     def __init__(self, module: Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.reduction = Reduction(self)
+        count = collective_counter()
+        self.number = None if count is None else count()  # preparing is collective: the same on all ranks
+        self.changes = 0
+
+    def _assign_modules_buffers(self) -> None:
+        """Collect the buffers as torch does in each forward, but let ranks agree before they send others than before.
+
+        gloo ends the process where a rank gets more bytes than it expects, and fills the rest with anything where it
+        gets fewer.
+        """
+        named = {name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore}
+        known: dict[str, Tensor] | None = vars(self).get("named_module_buffers")  # none while it is made
+        if known is not None and named.keys() != known.keys():
+            sent = {name: named.get(name, buffer) for name, buffer in known.items()}
+            if "reducer" not in self.__dict__:  # it is made anew, by this rank alone
+                named = sent
+            elif self.number is not None and not self._join_config.enable:
+                self._agree_on_buffers(named, sent)
+        self.named_module_buffers, self.modules_buffers = named, list(named.values())
+
+    def _agree_on_buffers(self, named: dict[str, Tensor], sent: dict[str, Tensor]) -> None:
+        """Return once every rank has the buffers `named`. Collective with ranks that send what they had, `sent`.
+
+        Raises:
+            CollectiveMismatch: A rank has other ones.
+        """
+        self.changes += 1
+        key, mine = f"nbaccel/buffers/{self.number}/{self.changes}", dist.get_rank(self.process_group)
+        store = c10d._get_default_store()
+        store.set(f"{key}/{mine}", "\n".join(sorted(named)))  # before rank 0 sends: the others find its word
+        self.named_module_buffers, self.modules_buffers = sent, list(sent.values())
+        self._sync_module_buffers(0)  # type: ignore[no-untyped-call]
+        until = time.monotonic() + _PATIENCE_S
+        for rank in range(dist.get_world_size(self.process_group)):
+            is_here = rank == 0 and self.device_type == "cpu"  # its buffers have come
+            while not store.check([f"{key}/{rank}"]) and not is_here and time.monotonic() < until:
+                time.sleep(_POLL_S)
+            has_changed = store.check([f"{key}/{rank}"])
+            theirs = store.get(f"{key}/{rank}").decode().splitlines() if has_changed else sorted(sent)
+            if theirs != sorted(named):
+                raise CollectiveMismatch(_unlike_buffers(self.module, {mine: set(named), rank: set(theirs)}))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.lent_to is not None:
@@ -216,6 +270,21 @@ class Replica(DistributedDataParallel):
             state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
             return state
         return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "lent_to")}
+
+
+def _unlike_buffers(model: Module, buffers: Mapping[int, set[str]]) -> str:
+    """Return the error for two ranks whose models have other `buffers` since they were prepared."""
+    (mine, own), (rank, theirs) = buffers.items()
+    apart = [
+        f"rank {one} has {', '.join(sorted(more)[:_SHOWN])}{', ...' * (len(more) > _SHOWN)}, rank {other} has not"
+        for one, other, more in ((mine, rank, own - theirs), (rank, mine, theirs - own))
+        if more
+    ]
+    return (
+        f"the ranks have different buffers in {type(model).__name__} since it was prepared: {'; '.join(apart)}. DDP "
+        "sends the buffers of rank 0 to all ranks in each forward, so they have to be registered, or deleted, in "
+        "all ranks before the same forward. A tensor of one rank alone may be a plain attribute."
+    )
 
 
 def _drop_held_of(reference: weakref.ref[Replicated]) -> None:
