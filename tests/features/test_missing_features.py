@@ -98,6 +98,31 @@ except FeatureMissing as error:
 """
 
 
+UNMODIFIED = """
+import torch
+net = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for batch in torch.utils.data.DataLoader(torch.ones(64, 8), 8):
+    optimizer.zero_grad()
+    net(batch).square().mean().backward()
+    optimizer.step()
+trained = True
+"""
+
+RUNS_CELLS = f"""
+import nbaccel
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "nbaccel")
+for flags in ("-n 2 --cpu", "-n 2 --cpu FLAG", "-n 1 --cpu FLAG"):
+    shell.user_ns.pop("trained", None)
+    ran = shell.run_cell(f"%%accelerate {{flags}} --out trained\\n" + {UNMODIFIED!r})
+    print("ended:", flags, shell.user_ns.get("trained"), type(ran.error_in_exec).__name__)
+    print("said:", *str(ran.error_in_exec).splitlines())
+"""
+"""The same loop as it is, and with a flag that changes it, in two ranks and in one."""
+
+
 @pytest.fixture
 def without(tmp_path: Path) -> Path:
     """Return a folder with a copy of the package that has no feature."""
@@ -149,6 +174,22 @@ def test_whoever_asks_for_a_missing_feature_is_told_which_it_is(without: Path) -
         "answers" if module == "nbaccel.answers" else name for module, name in SHOWN
     ]
     assert in_a_program.startswith("in a program: Accelerator.find_batch_size belongs to nbaccel.features.batch_size, ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["-p bf16", pytest.param("-a 2", marks=pytest.mark.full)])
+def test_a_flag_that_changes_an_unmodified_loop_is_refused_in_a_sentence(tmp_path: Path, flag: str) -> None:
+    copy_without(tmp_path, ["loop_flags"])
+    lines = said(tmp_path, RUNS_CELLS.replace("FLAG", flag))
+    ended = [line.removeprefix("ended: ") for line in lines if line.startswith("ended: ")]
+    assert ended == [
+        "-n 2 --cpu True NoneType",
+        f"-n 2 --cpu {flag} None FeatureMissing",
+        f"-n 1 --cpu {flag} None FeatureMissing",
+    ]
+    refused = "-p or -a above an unmodified loop belongs to nbaccel.features.loop_flags, which this installation"
+    told = [line for line in lines if line.startswith("said: ")][1:]
+    assert [refused in line for line in told] == [True, True], told
 
 
 def test_an_import_that_fails_inside_of_a_feature_is_that_error() -> None:
