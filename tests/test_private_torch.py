@@ -224,8 +224,8 @@ VERSIONED = {
 """Public names that torch 2.6 or later brought: the version from which on each is there, and how it is come by."""
 
 OTHERS = {
-    "deepspeed": "_external_params _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state "
-    "_link_all_hp_params _original_parameters _running_engine_backward",
+    "deepspeed": "_broadcast_model _config _external_params _hp_optimizer_states_linked "
+    "_lazy_init_hp_params_optimizer_state _link_all_hp_params _original_parameters _running_engine_backward",
     "python": """
         _Pointer _PyRuntime _actions _actual_context _addHandlerRef _afterfork_registry _args _asdict _asyncio
         _builtin_open _check_running

@@ -14,6 +14,9 @@ from nbaccel.features.deepspeed.plugin import AUTO, DeepSpeedPlugin
 
 __all__ = ["filled"]
 
+_AUTO_CLIPPING = 1.0
+"""What Accelerate takes for a gradient_clipping of "auto"."""
+
 _NO_PRINT = 10**9
 """Steps between lines of DeepSpeed's own progress, which ours replaces."""
 
@@ -54,7 +57,7 @@ def filled(
     config["gradient_accumulation_steps"] = 1
     config["train_batch_size"] = size * world_size
     if config.get("gradient_clipping") == AUTO:
-        config["gradient_clipping"] = 0.0
+        config["gradient_clipping"] = _AUTO_CLIPPING
     config.setdefault("steps_per_print", _NO_PRINT)
     for half in ("fp16", "bf16"):
         table = config.setdefault(half, {})

@@ -79,7 +79,7 @@ def _stepped(make: Callable[[list[Parameter]], Any], shapes: tuple[tuple[int, ..
 
 
 def refuse_types(model: Module, precision: str, stage: int) -> None:
-    """Refuse parameters in a type that DeepSpeed would change.
+    """Refuse parameters in a type that DeepSpeed would change, and those that it cannot cut.
 
     Args:
         precision: "no", "fp16" or "bf16".
@@ -87,6 +87,12 @@ def refuse_types(model: Module, precision: str, stage: int) -> None:
     Raises:
         ValueError: Names some of them.
     """
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars and stage == 3:
+        raise ValueError(
+            f"{', '.join(scalars[:3])} has no dimension, and DeepSpeed's stage 3 cannot cut it: give it the shape "
+            "(1,), or use zero_stage=2, or strategy='fsdp'"
+        )
     halves = (torch.float16, torch.bfloat16)
     others = [
         f"{name} ({parameter.dtype})".replace("torch.", "")

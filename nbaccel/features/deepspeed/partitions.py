@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__ = [
     "leave_group",
     "load_whole_model",
     "load_whole_optimizer",
+    "scalars_sent",
     "step_in_place",
     "values_in_full",
     "whole_model",
@@ -101,6 +102,30 @@ def leave_group(own: Any) -> None:
         os.environ.pop("LOCAL_RANK", None)
     if group.WORLD is own:  # else the program has ended it
         destroy_process_group()
+
+
+@contextmanager
+def scalars_sent() -> Iterator[None]:
+    """Let an engine that is made within send parameters without a dimension, too, from rank 0, which it fails to do."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    plain = DeepSpeedEngine._broadcast_model
+
+    def broadcast_model(self: Any) -> None:
+        scalars = [each for each in self.module.parameters() if each.dim() == 0]
+        for each in scalars:
+            each.data = each.data.view(1)
+        try:
+            plain(self)
+        finally:
+            for each in scalars:
+                each.data = each.data.view(())
+
+    DeepSpeedEngine._broadcast_model = broadcast_model
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = plain
 
 
 # -- gradients

@@ -147,7 +147,8 @@ class DeepSpeedPlugin(KwargsHandler):
             Values of "auto" in it are filled when a model is prepared. The other fields are then for what it leaves
             out or to "auto".
         gradient_accumulation_steps: Batches per optimizer step; by default the Accelerator's.
-        gradient_clipping: The largest norm of all gradients, in every step. A program that calls
+        gradient_clipping: The largest norm of all gradients, in every step; "auto" is 1.0, as in Accelerate, where the
+            program itself does not clip. A program that calls
             ``accelerator.clip_grad_norm_`` needs none.
         zero_stage: The parts that each rank holds: 1 of the optimizer's states, 2 also of the gradients, 3 also of the
             parameters; 2 by default.
@@ -203,7 +204,8 @@ class DeepSpeedPlugin(KwargsHandler):
             raise ValueError(f"zero_stage must be 1, 2 or 3, got {self.zero_stage}{instead}")
         for name in _OFFLOADS:
             self._offload(name, zero)
-        clipping = self._either("gradient_clipping", _CLIPPING, config, "gradient_clipping", AUTO)
+        is_open = AUTO in (self.gradient_clipping, config.get("gradient_clipping"))
+        clipping = self._either("gradient_clipping", _CLIPPING, config, "gradient_clipping", AUTO if is_open else 0.0)
         self.gradient_clipping = config["gradient_clipping"] = clipping if clipping == AUTO else _norm(clipping)
         steps = self._either("gradient_accumulation_steps", "", config, "gradient_accumulation_steps", AUTO)
         self.gradient_accumulation_steps = steps if steps == AUTO else _whole("gradient_accumulation_steps", steps)

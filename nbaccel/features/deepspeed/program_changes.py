@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from types import MethodType
+from types import MethodType, TracebackType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-__all__ = ["LoadedNames", "ProgramChanges", "guarded_engine"]
+__all__ = ["LoadedNames", "NotAtTheEnd", "ProgramChanges", "guarded_engine"]
 
 _BACKWARD = (
     "{call}: with DeepSpeed the Accelerator runs the backwards of a prepared model and its steps, which it counts, "
@@ -191,6 +191,9 @@ def guarded_engine(engine: Any) -> Any:
         def take_step(self) -> None:
             super().step()
 
+        def no_sync(self) -> NotAtTheEnd:
+            return NotAtTheEnd(self)
+
         def backward(self, *args: Any, **kwargs: Any) -> Any:
             _refuse(_BACKWARD.format(call="model.backward"))
 
@@ -217,6 +220,22 @@ def guarded_engine(engine: Any) -> Any:
     Guarded.__module__ = kind.__module__
     engine.__class__ = Guarded
     return engine
+
+
+class NotAtTheEnd:
+    """A block in which a backward does not end the accumulation window of an engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._before = self._engine.is_gradient_accumulation_boundary()
+        self._engine.set_gradient_accumulation_boundary(False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.set_gradient_accumulation_boundary(self._before)
 
 
 def _refuse_clipping(ids: set[int]) -> Callable[[], None]:

@@ -11,8 +11,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,10 +28,10 @@ from nbaccel.features.deepspeed import partitions
 from nbaccel.features.deepspeed.ds_config import filled
 from nbaccel.features.deepspeed.facts import Facts
 from nbaccel.features.deepspeed.half_engine import HALVES, EnginePrecision, compute_in_half, refuse_precision
-from nbaccel.features.deepspeed.native_build import before_builds, import_deepspeed
+from nbaccel.features.deepspeed.native_build import before_builds, import_deepspeed, named_locks
 from nbaccel.features.deepspeed.optimizer_probe import refuse_optimizer, refuse_types
-from nbaccel.features.deepspeed.plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from nbaccel.features.deepspeed.program_changes import ProgramChanges, guarded_engine
+from nbaccel.features.deepspeed.plugin import AUTO, DeepSpeedPlugin, DummyOptim, DummyScheduler
+from nbaccel.features.deepspeed.program_changes import NotAtTheEnd, ProgramChanges, guarded_engine
 from nbaccel.features.deepspeed.reduced_parts import ReducedParts
 from nbaccel.train.checkpoint.model_weights import with_tied
 from nbaccel.train.distributed.collectives import Collectives
@@ -100,6 +101,7 @@ class ZeroPartitioned(Strategy):
         self._set_aside: list[Tensor] = []  # parameters that no optimizer has, which are not trained meanwhile
         self._in_full: dict[str, Tensor] = {}  # what no optimizer trains, as it was before it was cast
         self._has_ended = False
+        self._former: WeakSet[Optimizer] = WeakSet()  # optimizers of engines that have ended
         self._last_norm = torch.zeros((), device=device)
         self._is_due = False  # a whole window of gradients waits for its step
         self._has_gradients = False  # there was a backward since gradients were zeros
@@ -143,6 +145,12 @@ class ZeroPartitioned(Strategy):
                 ready.append(model)
             elif self._engine is not None:
                 raise NotImplementedError(f"prepare {type(model).__name__}: {_ONE_MODEL}.")
+            elif others := _parameters_of_others(model, owner):
+                raise NotImplementedError(
+                    f"prepare {type(model).__name__}: {type(owner).__name__} has {others} parameters that are not this "
+                    "model's, and DeepSpeed trains those of one model: put the modules of both into one, whose forward "
+                    "calls them, or use strategy='fsdp' or 'ddp'"
+                )
             else:
                 try:
                     ready.append(self._start_engine(without_compile(model), owner))
@@ -163,6 +171,8 @@ class ZeroPartitioned(Strategy):
             for optimizer in optimizers
             if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
         ]
+        if len(found) > 1:  # optimizers of a former stage of the training are known as well
+            found = [optimizer for optimizer in found if optimizer not in self._former] or found
         if len(found) > 1:
             raise NotImplementedError(
                 f"prepare {type(model).__name__} with {len(found)} optimizers: {_ONE_MODEL}. One optimizer may have "
@@ -196,7 +206,7 @@ class ZeroPartitioned(Strategy):
         deepspeed = import_deepspeed(self.device)
         refuse_precision(self._precision.name, self.device)
         self._own_group = partitions.join_group(self.world)
-        before_builds(config, self.device, self.world)
+        before_builds(config, self.world)
         if self.world.is_distributed:
             barrier()  # no rank builds before the way is clear
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -209,7 +219,7 @@ class ZeroPartitioned(Strategy):
             parameter.requires_grad_(False)
         self._in_full = partitions.values_in_full(model, HALVES.get(self._precision.name))
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # without it DeepSpeed asks MPI
-        with warnings.catch_warnings():
+        with named_locks(), partitions.scalars_sent(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what it imports only now
             engine, *_ = deepspeed.initialize(
                 args=SimpleNamespace(device_rank=self.device.index or 0),
@@ -260,7 +270,7 @@ class ZeroPartitioned(Strategy):
     # -- a step
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
-        return _NotAtTheEnd(self._engine) if self._is_engine(model) else nullcontext()
+        return NotAtTheEnd(self._engine) if self._is_engine(model) else nullcontext()
 
     def alone(self, model: Module) -> AbstractContextManager[Any]:
         raise NotImplementedError(
@@ -333,6 +343,7 @@ class ZeroPartitioned(Strategy):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self._refuse_some_of_all("clip_grad_norm_", parameters)
         total = self.norm((), norm_type)
+        self._clip_by_program()
         if clips := float(self._engine.gradient_clipping()):
             if (max_norm, norm_type) != (clips, 2):
                 raise ValueError(
@@ -350,6 +361,7 @@ class ZeroPartitioned(Strategy):
             super().clip_grad_value_(parameters, clip_value)
             return
         self._refuse_some_of_all("clip_grad_value_", parameters)
+        self._clip_by_program()
         if clips := float(self._engine.gradient_clipping()):
             raise ValueError(
                 f"clip_grad_value_, and the DeepSpeed configuration says gradient_clipping: {clips}: leave one of "
@@ -358,6 +370,11 @@ class ZeroPartitioned(Strategy):
         most = clip_value * float(self._engine.optimizer.loss_scale)
         for piece in partitions.gradients(self._engine):
             piece.clamp_(-most, most)
+
+    def _clip_by_program(self) -> None:
+        """Leave clipping to the program, which clips by itself, if its configuration left it open."""
+        if self.plugin.gradient_clipping == AUTO:
+            self._engine._config.gradient_clipping = self._engine.optimizer.clip_grad = 0.0
 
     def _refuse_some_of_all(self, call: str, parameters: Iterable[Tensor]) -> None:
         own = {id(parameter) for group in self._groups for parameter in group if parameter.requires_grad}
@@ -422,7 +439,9 @@ class ZeroPartitioned(Strategy):
 
     def _let_go(self) -> None:
         self._train_again()
-        vars(self._optimizer).pop("zero_grad", None)
+        if self._optimizer is not None:
+            vars(self._optimizer).pop("zero_grad", None)
+            self._former.add(self._optimizer)
         self._engine = self._optimizer = self._changes = self._reduced = None
         self._groups, self._hooks, self._statistics, self._in_full = [], [], [], {}
         self._placed, self._schedules, self._batch_size = set(), [], None
@@ -444,21 +463,11 @@ class ZeroPartitioned(Strategy):
         return plain.module if is_engine(plain) else plain  # type: ignore[return-value]
 
 
+def _parameters_of_others(model: Module, optimizer: Optimizer) -> int:
+    own = set(map(id, model.parameters()))
+    return sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
+
+
 def is_engine(model: Module) -> bool:
     """Return whether a model is an engine of DeepSpeed, in use or dissolved; without an import."""
     return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
-
-
-class _NotAtTheEnd:
-    """A block in which a backward does not end the accumulation window of an engine."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine.set_gradient_accumulation_boundary(False)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._engine.set_gradient_accumulation_boundary(True)

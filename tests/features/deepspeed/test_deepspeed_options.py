@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from nbaccel.base.settings import PARTITIONING, RunSettings
 from nbaccel.features import named
 from nbaccel.features.deepspeed.ds_config import filled
 from nbaccel.features.deepspeed.facts import Facts
-from nbaccel.features.deepspeed.native_build import kernels_of, move_stale_lock
 from nbaccel.utils import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 CPU = torch.device("cpu")
@@ -257,50 +253,3 @@ def test_placeholders_wait_for_the_engine() -> None:
     assert DummyScheduler(optimizer, total_num_steps=5).get_last_lr() == [0.1]
     with pytest.raises(RuntimeError, match="DummyOptim steps nothing by itself"):
         optimizer.step()
-
-
-def test_only_a_configurations_optimizer_and_a_disk_need_a_build() -> None:
-    adam = {"optimizer": {"type": "AdamW"}}
-    assert list(kernels_of({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, CPU)) == []
-    assert list(kernels_of(adam, CPU)) == ["cpu_adam"]
-    assert list(kernels_of(adam, torch.device("cuda"))) == ["fused_adam"]
-    assert list(kernels_of({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, CPU)) == []
-    nvme = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
-    assert list(kernels_of(nvme, CPU)) == ["async_io"]
-
-
-def _look_older(path: Path, seconds: float) -> None:
-    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - seconds))
-
-
-def test_the_lock_of_a_killed_build_is_moved_away_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
-    assert move_stale_lock(tmp_path) == ""
-    lock = tmp_path / "lock"
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import os; os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); print(flush=True); input()",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        assert f"waits for the build of process {holder.pid}" in move_stale_lock(tmp_path)
-        assert lock.exists()
-    finally:
-        holder.kill()
-        holder.communicate()
-    _look_older(lock, 120)
-    assert "may go on, on another machine or as another user: this run waits" in move_stale_lock(tmp_path)
-    _look_older(lock, 500)
-    written = tmp_path / "kernel.o"
-    written.touch()
-    assert "may go on" in move_stale_lock(tmp_path)
-    _look_older(written, 500)
-    said = move_stale_lock(tmp_path)
-    assert f"{lock} was left by a build that was killed, 62" in said
-    assert not lock.exists()
-    assert len(list(tmp_path.glob("lock.left-*"))) == 1

@@ -157,6 +157,83 @@ def test_gradients_are_clipped_once_where_configuration_and_loop_say_it(stage: i
     assert moved == pytest.approx(0.5, rel=1e-4)
 
 
+def _left_open(clips: bool) -> float:
+    accelerator = Accelerator(cpu=True, **_zero(2, {"gradient_clipping": "auto"}))
+    plain = Branches()
+    before = [weight.detach().clone() for weight in plain.parameters()]
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+    accelerator.backward((model(ONES) * 10).square().mean())
+    if clips:
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    after = accelerator.get_state_dict(model).values()
+    return sum(float((new - old).square().sum()) for new, old in zip(after, before, strict=True)) ** 0.5
+
+
+def test_a_clipping_that_is_left_open_is_the_programs_or_that_of_accelerate() -> None:
+    assert run_ranks(1, lambda: [_left_open(True), _left_open(False)])[0] == pytest.approx([0.5, 1.0], rel=1e-4)
+
+
+class Scaled(nn.Module):
+    """A model with a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(2.0, device="cpu"))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.part(inputs) * self.scale
+
+
+def _scaled(options: dict[str, Any]) -> dict[str, Tensor]:
+    accelerator = Accelerator(cpu=True, **options)
+    torch.manual_seed(accelerator.process_index)  # rank 0's weights are those of all
+    plain = Scaled()
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
+    for number in (1, 2):
+        accelerator.backward(model(ONES * number).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    return {name: value.detach().clone() for name, value in plain.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_without_a_dimension_is_trained(stage: int) -> None:
+    [alone] = run_ranks(1, lambda: _scaled({}))
+    for found in run_ranks(2, lambda: _scaled(_zero(stage))):
+        for name, wanted in alone.items():
+            torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+
+
+def test_a_parameter_without_a_dimension_is_refused_in_stage_3() -> None:
+    [said] = run_ranks(1, lambda: _said(lambda: _scaled(_zero(3))))
+    assert "scale has no dimension, and DeepSpeed's stage 3 cannot cut it: give it the shape (1,)" in said
+
+
+def _under_the_models_own(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Accumulate as DDP's programs do, by ``model.no_sync``."""
+    accelerator = Accelerator(cpu=True, **options)
+    plain = Branches()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for number in range(4):
+        is_last = number % 2 == 1
+        with model.no_sync() if not is_last and hasattr(model, "no_sync") else nullcontext():
+            accelerator.backward(model(ONES * (1 + number)).square().mean())
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_window_of_the_models_own_no_sync_is_one_step(stage: int) -> None:
+    [alone] = run_ranks(1, lambda: _under_the_models_own({}))
+    found, *_ = run_ranks(2, lambda: _under_the_models_own(_zero(stage)))
+    for name, wanted in alone.items():
+        torch.testing.assert_close(found[name], wanted, atol=1e-6, rtol=0)
+
+
 def _adam(stage: int, values: dict[str, Any], **more: Any) -> dict[str, Any]:
     optimizer = {"type": "AdamW", "params": {"torch_adam": True, **values}}
     return _zero(stage, {"optimizer": optimizer, **more})

@@ -29,7 +29,7 @@ REFUSED = {
     "two models": "a second trained model",
     "out of memory": "gradients that forward_backward would lead",
     "unused": "takes gradients that nobody computed as zeros, so weight decay moves what was not used",
-    "fp16": "DeepSpeed has no fp16 on the CPU",
+    "fp16": "DeepSpeed has no fp16 on most CPUs",
 }
 """Programs that ZeRO cannot train like one process, and why."""
 
@@ -55,12 +55,23 @@ def test_a_stage_trains_like_one_process(stage: int, ranks: int) -> None:
         ("plain", "prepare both in one call"),
         ("two models", "DeepSpeed trains one model with one optimizer"),
         ("out of memory", "forward_backward leads no step whose gradients DeepSpeed keeps"),
-        ("fp16", "DeepSpeed cannot compute in it on this cpu"),
     ],
 )
 def test_a_program_that_zero_cannot_do_is_refused_with_its_reason(program: str, says: str) -> None:
     with pytest.raises(RanksFailed, match=says):
         conformance.check("deepspeed", [program], ranks=1, options=lambda: _zero(2), timeout_s=200)
+
+
+def _without_fp16() -> dict[str, Any]:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: False
+    return _zero(2)
+
+
+def test_fp16_is_refused_on_a_processor_without_it() -> None:
+    with pytest.raises(RanksFailed, match="DeepSpeed cannot compute in it on this cpu"):
+        conformance.check("deepspeed", ["fp16"], ranks=1, options=_without_fp16, timeout_s=200)
 
 
 def test_what_was_not_used_is_taken_for_a_gradient_of_zero() -> None:
@@ -124,11 +135,59 @@ def _largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 2)
+        self.query, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        scores = (self.query(x) @ x.transpose(1, 2)).softmax(-1)
+        return self.head((scores @ self.value(x)).mean(1))
+
+
+def _train_adapters(steps: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Train adapters of peft, which are all that is saved of a model."""
+    import peft
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, **options)
+    torch.manual_seed(0)
+    model: Any = peft.get_peft_model(Attention(), peft.LoraConfig(r=2, target_modules=["query", "value"]))
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    loader: Any = torch.utils.data.DataLoader(_words(steps), batch_size=8 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for words in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(words), words.sum(1) % 2))
+            accelerator.clip_grad_norm_(trained, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    if not accelerator.is_main_process:
+        return {}
+    adapters = peft.get_peft_model_state_dict(accelerator.unwrap_model(model), state_dict=state)
+    return {name: value.detach().clone() for name, value in adapters.items()}
+
+
+TRAININGS = {
+    "short windows, clipping, two groups, a schedule, tied weights and a frozen part": _train,
+    "LoRA by peft, short windows and clipping": _train_adapters,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_groups_a_schedule_short_windows_and_clipping_are_those_of_one_process(stage: int) -> None:
-    [alone] = run_ranks(1, lambda: _train(7, {}))
-    trained, *_ = run_ranks(2, lambda: _train(7, _zero(stage)))
-    assert _largest(alone, trained) <= 1e-6
+def test_what_is_trained_is_that_of_one_process(stage: int, ranks: int) -> None:
+    def train(options: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+        return {name: train(7, options) for name, train in TRAININGS.items()}
+
+    [alone] = run_ranks(1, lambda: train({}))
+    trained = run_ranks(ranks, lambda: train(_zero(stage)))[0]
+    for name, wanted in alone.items():
+        assert wanted
+        assert _largest(wanted, trained[name]) <= 1e-6, name
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 2)])
@@ -199,6 +258,9 @@ def _refusals() -> list[str]:
     for call in (
         lambda: accelerator.prepare(second, torch.optim.SGD(second.parameters(), 0.1)),
         lambda: accelerator.clip_grad_norm_([first.weight], 1.0),
+        lambda: Accelerator(cpu=True, **_zero(2)).prepare(
+            nn.Linear(2, 2), second, torch.optim.SGD([*second.parameters(), *nn.Linear(2, 2).parameters()], 0.1)
+        ),
         lambda: accelerator.prepare(torch.optim.SGD(accelerator.prepare(second).parameters(), 0.1)),
     ):
         try:
@@ -209,7 +271,8 @@ def _refusals() -> list[str]:
 
 
 def test_what_zero_cannot_do_is_refused_with_what_can() -> None:
-    second, clipping, late = run_ranks(2, _refusals)[0]
+    second, clipping, shared, late = run_ranks(2, _refusals)[0]
+    assert "SGD has 2 parameters that are not this model's" in shared
     assert "DeepSpeed trains one model with one optimizer in a run" in second
     assert "pass model.parameters()" in clipping
     assert "prepare both in one call" in late
