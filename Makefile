@@ -71,7 +71,7 @@ $(TORCH_ENV)/.stamp: pyproject.toml constraints.txt $(FRONT_END:%=constraints-%.
 	touch $@
 
 # The strategy "deepspeed", which needs its package: an environment of its own over .venv, that can be deleted afterwards.
-# Without it these tests are skipped. Ten minutes on two cores.
+# Without it these tests are skipped. Half an hour on two cores: some build a kernel.
 DEEPSPEED_ENV = .venv-deepspeed
 
 test-deepspeed: $(DEEPSPEED_ENV)/.stamp
@@ -124,9 +124,12 @@ ROWS ?=
 ROUNDS ?= 3
 BENCH_JSON ?= build/bench.json
 
-bench: $(VENV)/.dev
+# The row "deepspeed" needs its package, and so its environment.
+BENCH_ENV = $(if $(findstring deepspeed,$(ROWS)),$(DEEPSPEED_ENV)/.stamp,$(VENV)/.dev)
+
+bench: $(BENCH_ENV)
 	@mkdir -p $(dir $(BENCH_JSON))
-	PYTHONPATH=tests $(VENV)/bin/python -m benchmarks --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_JSON)
+	PYTHONPATH=tests $(dir $(BENCH_ENV))bin/python -m benchmarks --rows '$(ROWS)' --rounds $(ROUNDS) --json $(BENCH_JSON)
 
 # The same, and what it measured into the stored numbers, of which README and docs quote: `make bench-merge ROWS=alternatives`.
 # A missed target is stored like any other.
