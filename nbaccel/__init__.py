@@ -75,9 +75,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     from nbaccel.train.checkpoint.directory import ProjectConfiguration as ProjectConfiguration
     from nbaccel.train.data import (
         DataLoaderConfiguration as DataLoaderConfiguration,
-        batches_by_length as batches_by_length,
         skip_first_batches as skip_first_batches,
     )
+    from nbaccel.train.data.length_batches import batches_by_length as batches_by_length
     from nbaccel.train.distributed.partial_state import (
         AcceleratorState as AcceleratorState,
         PartialState as PartialState,
@@ -87,7 +87,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         set_seed as set_seed,
         synchronize_rng_states as synchronize_rng_states,
     )
-    from nbaccel.train.oom.memory import free_memory as free_memory
+    from nbaccel.train.oom.memory.free_memory import free_memory as free_memory
     from nbaccel.train.step.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
     from nbaccel.train.step.kwargs_handlers import (
         AutocastKwargs as AutocastKwargs,
@@ -149,14 +149,14 @@ _HOME = {
     "StepCorrupted": "nbaccel.errors",
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.base.world",
-    "batches_by_length": "nbaccel.train.data",
+    "batches_by_length": "nbaccel.train.data.length_batches",
     "cpu_offload": "nbaccel.features.big_models.dispatching",
     "cpu_offload_with_hook": "nbaccel.features.big_models.model_hooks",
     "debug_launcher": "nbaccel.launching.accelerate_launchers",
     "disk_offload": "nbaccel.features.big_models.dispatching",
     "dispatch_model": "nbaccel.features.big_models.dispatching",
     "find_executable_batch_size": "nbaccel.features.retry",
-    "free_memory": "nbaccel.train.oom.memory",
+    "free_memory": "nbaccel.train.oom.memory.free_memory",
     "infer_auto_device_map": "nbaccel.features.big_models.device_plan",
     "init_empty_weights": "nbaccel.features.big_models.empty_weights",
     "init_on_device": "nbaccel.features.big_models.empty_weights",

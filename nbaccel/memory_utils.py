@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
 from nbaccel.features import shown_by
-from nbaccel.train.oom.memory import release_memory
+from nbaccel.train.oom.memory.free_memory import release_memory
 
 __all__ = ["find_executable_batch_size", "release_memory"]
 

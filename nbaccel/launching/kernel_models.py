@@ -95,7 +95,7 @@ class CudaMemory:
         cuda = sys.modules["torch"].cuda
         for number in range(cuda.device_count()):
             if cuda.memory_reserved(number):
-                cuda.synchronize(number)  # see train/oom/memory/free_memory: it would wait for the current card alone
+                cuda.synchronize(number)  # see train/oom/memory/release: it would wait for the current card alone
         cuda.empty_cache()
 
 

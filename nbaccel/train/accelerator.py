@@ -35,22 +35,18 @@ from nbaccel.base.tracking import BlankTracker, GeneralTracker
 from nbaccel.base.world import World
 from nbaccel.features import feature
 from nbaccel.train.checkpoint.autosave import chosen_saves
+from nbaccel.train.checkpoint.checkpoint_parts import ON_SAVE_ERROR, LoadHook, SaveHook
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
-from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Checkpoints, LoadHook, SaveHook
-from nbaccel.train.checkpoint.model_weights import save_weights, write_object
+from nbaccel.train.checkpoint.manager import Checkpoints
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
-from nbaccel.train.checkpoint.shards import unsharded, whole_state
 from nbaccel.train.checkpoint.training_state import Remembered
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader, skip_first_batches
-from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import AcceleratorState
 from nbaccel.train.distributed.process_control import DistributedType, LastRound, ProcessControl
 from nbaccel.train.distributed.rng import warn_of_rng_types
 from nbaccel.train.lifecycle import Choices, Lifecycle
-from nbaccel.train.oom.memory import Freed, free
 from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
-from nbaccel.train.oom.microbatch.slicing import SplitFunction
 from nbaccel.train.prepare.contexts import GradientState, profiling
 from nbaccel.train.prepare.gradient_control import GradientControl
 from nbaccel.train.prepare.models import (
@@ -75,7 +71,6 @@ from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.step.raw_loop_hooks import step_back, step_under_way
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.single import plainly_named
-from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 
 if TYPE_CHECKING:
     from nbaccel.features.batch_size.estimate import MemoryEstimate
@@ -83,7 +78,11 @@ if TYPE_CHECKING:
     from nbaccel.features.map import Answers
     from nbaccel.features.micro_batches.forward_backward import StepRecovery
     from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin
+    from nbaccel.train.data.dispatch import SliceFunction
+    from nbaccel.train.oom.memory.free_memory import Freed
     from nbaccel.train.oom.memory.meters import PeakGauge
+    from nbaccel.train.oom.microbatch.slicing import SplitFunction
+    from nbaccel.train.tracker_hub import LogWith, Trackers
 
 __all__ = ["Accelerator"]
 
@@ -208,7 +207,8 @@ class Accelerator(ProcessControl):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         # A launcher that runs several configurations gives each a folder.
         directory = CheckpointDirectory.chosen(project_config, project_dir, RunSettings.from_env().project_dir)
-        self._trackers = Trackers(log_with)
+        if log_with is not None:
+            self._trackers.choose(log_with)
         self.last_free: Freed | None = None
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
         context = self._context = TrainingContext(self.state, device_placement)
@@ -1031,6 +1031,8 @@ class Accelerator(ProcessControl):
             >>> list(accelerator.get_state_dict(model))
             ['weight', 'bias']
         """
+        from nbaccel.train.checkpoint.shards import whole_state
+
         if not unwrap:
             return model.state_dict()
         strategy = self._lifecycle.training().strategy
@@ -1069,6 +1071,8 @@ class Accelerator(ProcessControl):
             ...     os.listdir(folder)
             ['model.safetensors']
         """
+        from nbaccel.train.checkpoint.model_weights import save_weights
+
         state = self._checkpoints.without_base(model, self.get_state_dict(model))
         if self._checkpoints.writes:
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
@@ -1093,6 +1097,9 @@ class Accelerator(ProcessControl):
             >>> accelerator = Accelerator()
             >>> accelerator.save(model.state_dict(), "model.pt")  # doctest: +SKIP
         """
+        from nbaccel.train.checkpoint.model_weights import write_object
+        from nbaccel.train.checkpoint.shards import unsharded
+
         obj = unsharded(obj, "accelerator.save")
         if self._checkpoints.writes or (save_on_each_node and self.is_local_main_process):
             write_object(obj, f, safe_serialization)
@@ -1308,6 +1315,12 @@ class Accelerator(ProcessControl):
 
     # -- what a program reports
 
+    @cached_property
+    def _trackers(self) -> Trackers:
+        from nbaccel.train.tracker_hub import Trackers  # few programs log to any
+
+        return Trackers()
+
     @property
     def log_with(self) -> list[str | GeneralTracker]:
         """The trackers that were chosen, as the program named them; set it before `init_trackers`."""
@@ -1353,6 +1366,8 @@ class Accelerator(ProcessControl):
             >>> accelerator = Accelerator(log_with="jsonl", project_dir="runs")
             >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
         """
+        from nbaccel.train.tracker_hub import TrackingPlan
+
         plan = TrackingPlan(project_name, dict(config or {}), dict(init_kwargs or {}), self.logging_dir)
         self._trackers.open(plan, self.is_main_process)
 
@@ -1640,6 +1655,8 @@ class Accelerator(ProcessControl):
             >>> model = optimizer = None
             >>> model, optimizer = Accelerator().free_memory(model, optimizer)
         """
+        from nbaccel.train.oom.memory.free_memory import free
+
         self._lifecycle.forget()
         self.last_free = free(objects, history)
         return [None] * len(objects)

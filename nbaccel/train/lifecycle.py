@@ -29,7 +29,7 @@ from nbaccel.train.checkpoint.manifest import Lineage
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
 from nbaccel.train.checkpoint.training_state import TrainingState
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.split_batches import make_gate
+from nbaccel.train.oom.whole_batches import WholeBatches
 from nbaccel.train.prepare.loss_watch import ON_NAN
 from nbaccel.train.prepare.models import TorchDynamoPlugin
 from nbaccel.train.prepare.training_context import TrainingContext
@@ -293,8 +293,13 @@ class Lifecycle:
 
     def _open_gate(self) -> None:
         """Set how batches reach the loops in this run, also for loaders that were prepared before it."""
-        context = self.context
-        context.accumulation.gate = make_gate(RunSettings.from_env().split, context.prepared, context.strategy)
+        context, parts = self.context, RunSettings.from_env().split
+        if parts is None or parts == 1:
+            context.accumulation.gate = WholeBatches(context.prepared, context.strategy)
+        else:
+            from nbaccel.train.oom.split_batches import SplitBatches  # a run that starts again in parts needs it
+
+            context.accumulation.gate = SplitBatches(context.prepared, context.strategy, parts)
 
     def _save_by_itself(self, target: Path, blocking: bool) -> None:
         self.equip()
@@ -363,8 +368,7 @@ class Lifecycle:
             context.accumulating.models = ()  # of a block that was created and not entered
             context.precision.forget()
             context.strategy.forget()
-        self._checkpoints.writer.join()
-        self._checkpoints.staging.clear()
+        self._checkpoints.forget()
         context.prepared.forget()
         context.accumulation.forget()
         self.is_ready = False

@@ -1,15 +1,15 @@
 """Setup: the steps that a launcher runs in every rank before the user's code. It names `setup_rank` by a string.
 
-This module is imported before ranks are forked, and so are other modules that every rank would import by itself, so
-that all ranks share them.
+This module is imported before ranks are forked. It imports what the parts of an Accelerator import when they first
+need it, so that all ranks share these modules, and none imports one later, when its memory may be short.
 """
 
 from __future__ import annotations
 
+import importlib
 from contextlib import suppress
 from typing import Any
 
-from nbaccel.base import storage  # noqa: F401  # the first checkpoint asks where it lies
 from nbaccel.base.aborting import on_renewal
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
@@ -18,17 +18,32 @@ from nbaccel.features import feature
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
-from nbaccel.train.prepare import unaveraged  # noqa: F401  # as below
 from nbaccel.train.raw_loop.hooks import ChangedLoop, LoopChange, RefusedLoop
 from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.raw_loop.single_rank import SingleRankWatch
-from nbaccel.train.strategies import (
-    replicated,  # noqa: F401  # the strategy of several ranks, for them to share
-    strategy_class,
-)
+from nbaccel.train.strategies import strategy_class
 
 __all__ = ["load_for_ranks", "loop_changes", "setup_rank"]
+
+_AT_FIRST_USE = (
+    "nbaccel.base.storage",
+    "nbaccel.train.checkpoint.loading",
+    "nbaccel.train.checkpoint.model_weights",
+    "nbaccel.train.checkpoint.saving",
+    "nbaccel.train.data.dispatch",
+    "nbaccel.train.data.unprepared",
+    "nbaccel.train.distributed.shared_messages",
+    "nbaccel.train.oom.memory.free_memory",
+    "nbaccel.train.oom.split_batches",
+    "nbaccel.train.prepare.unaveraged",
+    "nbaccel.train.strategies.replicated",
+    "nbaccel.train.tracker_hub",
+)
+"""Modules that a script loads when it first needs one of them: a checkpoint, several ranks, a stream, a tracker."""
+
+for _module in _AT_FIRST_USE:
+    importlib.import_module(_module)
 
 
 def load_for_ranks(settings: RunSettings, world_size: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from nbaccel.base.failures import can_retry
 from nbaccel.base.missing_names import missing_from
 from nbaccel.features import shown_by
-from nbaccel.train.oom.memory import release_memory
+from nbaccel.train.oom.memory.free_memory import release_memory
 
 __all__ = [
     "clear_device_cache",

@@ -25,8 +25,8 @@ from nbaccel.features.batch_size.size_cache import signature
 from nbaccel.features.micro_batches.snapshot import TrainingSnapshot
 from nbaccel.features.micro_batches.task import mean_loss
 from nbaccel.train.data.placement import to_device
-from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.memory.meters import GivenMeter, Meter, PeakGauge, make_meter
+from nbaccel.train.oom.memory.release import release_unused
 from nbaccel.train.strategies import Strategy
 
 __all__ = [

@@ -50,7 +50,7 @@ from nbaccel.features.micro_batches.engine import forbid_collectives
 from nbaccel.features.retry.attempt import Attempt
 from nbaccel.features.source.fingerprint import length_of
 from nbaccel.features.source.source_mark import SourceMark
-from nbaccel.train.oom.memory import release_unused
+from nbaccel.train.oom.memory.release import release_unused
 
 __all__ = ["MapWorker", "map_in_ranks", "work"]
 

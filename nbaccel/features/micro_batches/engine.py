@@ -32,7 +32,7 @@ from nbaccel.features.micro_batches.sizes import MicroBatches
 from nbaccel.features.micro_batches.snapshot import ForwardSnapshot
 from nbaccel.features.micro_batches.task import MicroBatch, MicroBatchTask, Shortage, Work
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.oom.memory import release_unused
+from nbaccel.train.oom.memory.release import release_unused
 from nbaccel.train.step.accumulation import StepClock
 from nbaccel.train.step.gradients import Gradients, StepReport
 from nbaccel.train.step.precision import Precision

@@ -20,7 +20,7 @@ from nbaccel.features.micro_batches.engine import OpenWindow, StepEngine, judge,
 from nbaccel.features.micro_batches.task import MicroBatch, MicroBatchTask, Shortage, Work
 from nbaccel.features.retry.group_recovery import GroupRecovery
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.memory import release_unused
+from nbaccel.train.oom.memory.release import release_unused
 from nbaccel.train.step.gradients import Gradients, StepReport
 
 __all__ = ["LockStepEngine"]

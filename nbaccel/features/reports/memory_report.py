@@ -122,7 +122,7 @@ def held_by_names(names: Mapping[str, Any]) -> list[Held]:
     """
     held = _arrays(names)
     if "torch" in sys.modules:
-        from nbaccel.train.oom.memory import named_holdings
+        from nbaccel.train.oom.memory.holdings import named_holdings
 
         held += [Held(*holding) for holding in named_holdings()]
     return sorted(held, key=lambda one: -one.bytes)
@@ -216,6 +216,6 @@ def _resident_bytes(process: Any) -> int | None:
 def _bytes_on_devices() -> dict[str, int]:
     if "torch" not in sys.modules:
         return {}
-    from nbaccel.train.oom.memory import HOST, bytes_in_use
+    from nbaccel.train.oom.memory.free_memory import HOST, bytes_in_use
 
     return {device: count for device, count in bytes_in_use().items() if device != HOST}

@@ -31,7 +31,7 @@ from nbaccel.features.retry.disconnect import backends
 from nbaccel.train.distributed.collectives import pack, unpack
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.memory import release_unused
+from nbaccel.train.oom.memory.release import release_unused
 from nbaccel.train.prepare.optimizer import PreparedOptimizer
 from nbaccel.train.step.raw_loop_hooks import step_under_way
 from nbaccel.train.strategies.single import is_sharded

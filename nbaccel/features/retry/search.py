@@ -20,7 +20,7 @@ from nbaccel.features.retry.coordinate import AttemptReport, DistributedRetry, L
 from nbaccel.features.retry.outside_retry import OutsideTheRetry
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import PartialState, current_world
-from nbaccel.train.oom.memory import release_unused
+from nbaccel.train.oom.memory.release import release_unused
 from nbaccel.train.step.raw_loop_hooks import begin_anew
 
 __all__ = [

@@ -11,9 +11,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,12 @@ from nbaccel.train.checkpoint.serialization import (
     write_once,
     write_tensors,
 )
-from nbaccel.train.checkpoint.shards import StoredFiles, StoredTensor, holds_shards, is_sharded_tensor, rows_of
+from nbaccel.train.checkpoint.shard_facts import holds_shards, is_sharded_tensor
+from nbaccel.train.checkpoint.shards import StoredFiles, StoredTensor, rows_of
 from nbaccel.train.distributed.nested import children
 
 __all__ = [
     "Content",
-    "HeldContent",
     "ObjectState",
     "Staging",
     "load_pickle",
@@ -55,7 +54,7 @@ __all__ = [
 ]
 
 _KINDS = ("model", "optimizer", "scheduler", "custom")
-_PROGRESS = "training"
+PROGRESS = "training"
 _REMEMBERED = "remembered"
 
 
@@ -126,13 +125,13 @@ class Content:
             return [states[name] for name in names if name in states]
 
         models, optimizers, schedulers, customs = map(all_of, _KINDS)
-        progress, remembered = states.get(_PROGRESS, {}), states.get(_REMEMBERED, {})
+        progress, remembered = states.get(PROGRESS, {}), states.get(_REMEMBERED, {})
         return cls(models, optimizers, schedulers, customs, progress, remembered, is_stored=as_stored)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for kind, states in zip(_KINDS, (self.models, self.optimizers, self.schedulers, self.customs), strict=True):
             yield from ((numbered(kind, index), state) for index, state in enumerate(states))
-        yield _PROGRESS, self.progress
+        yield PROGRESS, self.progress
         if self.remembered:
             yield _REMEMBERED, self.remembered
 
@@ -149,31 +148,6 @@ def _address(tensor: Tensor) -> int:
         return tensor.data_ptr()
     local = rows_of(tensor).local
     return local.data_ptr() or id(tensor)
-
-
-@frozen
-class HeldContent:
-    """Numbers of objects of each kind in a checkpoint, or prepared and registered in a program."""
-
-    models: int
-    optimizers: int
-    schedulers: int
-    objects: int
-    loaders: int
-
-    @classmethod
-    def in_checkpoint(cls, folder: Path, manifest: Manifest | None) -> HeldContent | None:
-        """Return those of the checkpoint in `folder`, without reading weights; None for a folder of Accelerate's."""
-        if manifest is None:
-            return None
-        progress = read_part(folder, _PROGRESS, manifest, trust=False)
-        count = Counter(part.partition("_")[0] for part in manifest.parts)
-        models, loaders = progress.get("models", count["model"]), len(progress.get("loaders", ()))
-        return cls(models, count["optimizer"], count["scheduler"], count["custom"], loaders)
-
-    def __str__(self) -> str:
-        counts = asdict(self)
-        return ", ".join(f"{count} {kind.removesuffix('s') if count == 1 else kind}" for kind, count in counts.items())
 
 
 _MODEL = "model"

@@ -27,7 +27,8 @@ from nbaccel.train.checkpoint.atomic_folder import as_cannot_save
 from nbaccel.train.checkpoint.content import load_pickle, load_tensors, read_part
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, sync
 from nbaccel.train.checkpoint.serialization import CannotPack, frozen_file, pack, refuse_unknown
-from nbaccel.train.checkpoint.shards import first_names, is_sharded_tensor, unsharded
+from nbaccel.train.checkpoint.shard_facts import is_sharded_tensor
+from nbaccel.train.checkpoint.shards import first_names, unsharded
 from nbaccel.train.strategies.single import plain_name
 
 __all__ = [

@@ -10,21 +10,22 @@ keep its models, and the worker processes of its loaders, until the next garbage
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 from nbaccel.base.events import Resumed, SavesItself, emit
 from nbaccel.base.quantities import Period
+from nbaccel.base.values import frozen
 from nbaccel.errors import CannotResume
 from nbaccel.train.checkpoint.autosave import Autosave, CheckpointPolicy, Deadline, may_announce
-from nbaccel.train.checkpoint.content import HeldContent
 from nbaccel.train.checkpoint.directory import FoundCheckpoint
 from nbaccel.train.checkpoint.manager import Checkpoints
-from nbaccel.train.checkpoint.manifest import OF_A_CELL
+from nbaccel.train.checkpoint.manifest import OF_A_CELL, Manifest
 from nbaccel.train.checkpoint.rng_files import State, read
-from nbaccel.train.checkpoint.shards import refuse_partial_torch_save
 from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import Saver
 
@@ -77,6 +78,8 @@ class ResumePolicy:
         self._pending, self._choice, self._resumed = policy.resume, None, None
         self._is_schedule_known = False
         if policy.every is not None:
+            from nbaccel.train.checkpoint import saving  # noqa: F401  # the last save may come when memory is short
+
             emit(SavesItself())
 
     def begin(self) -> None:
@@ -102,6 +105,8 @@ class ResumePolicy:
             ValueError: A sharded training is to be saved at intervals of time, and nobody tells all ranks when.
         """
         if self._checkpoints.training().is_sharded:
+            from nbaccel.train.checkpoint.shards import refuse_partial_torch_save
+
             refuse_partial_torch_save()
             self._refuse_saves_of_one_rank()
         if self._pending is None:
@@ -187,6 +192,33 @@ class ResumePolicy:
                 f"the training continues in epoch {epochs.under_way + 1}, and this loop over epochs begins at "
                 f"the first. Two lines make the program resumable:\n{_TWO_LINES}"
             )
+
+
+@frozen
+class HeldContent:
+    """Numbers of objects of each kind in a checkpoint, or prepared and registered in a program."""
+
+    models: int
+    optimizers: int
+    schedulers: int
+    objects: int
+    loaders: int
+
+    @classmethod
+    def in_checkpoint(cls, folder: Path, manifest: Manifest | None) -> HeldContent | None:
+        """Return those of the checkpoint in `folder`, without reading weights; None for a folder of Accelerate's."""
+        if manifest is None:
+            return None
+        from nbaccel.train.checkpoint.content import PROGRESS, read_part
+
+        progress = read_part(folder, PROGRESS, manifest, trust=False)
+        count = Counter(part.partition("_")[0] for part in manifest.parts)
+        models, loaders = progress.get("models", count["model"]), len(progress.get("loaders", ()))
+        return cls(models, count["optimizer"], count["scheduler"], count["custom"], loaders)
+
+    def __str__(self) -> str:
+        counts = asdict(self)
+        return ", ".join(f"{count} {kind.removesuffix('s') if count == 1 else kind}" for kind, count in counts.items())
 
 
 _P = ParamSpec("_P")

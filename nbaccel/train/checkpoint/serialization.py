@@ -28,7 +28,8 @@ from nbaccel.base.quantities import with_article
 from nbaccel.base.values import frozen
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.manifest import FileRecord, SideThread
-from nbaccel.train.checkpoint.shards import LocalRows, is_sharded_tensor, rows_of
+from nbaccel.train.checkpoint.shard_facts import is_sharded_tensor
+from nbaccel.train.checkpoint.shards import LocalRows, rows_of
 
 __all__ = [
     "CannotPack",

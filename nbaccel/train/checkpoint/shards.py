@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 
 from nbaccel.base.values import frozen
 from nbaccel.errors import CannotSave, CheckpointCorrupt
-from nbaccel.train.distributed.nested import children, leaves, map_children
+from nbaccel.train.checkpoint.shard_facts import holds_shards, is_sharded_tensor
+from nbaccel.train.distributed.nested import children, map_children
 
 __all__ = [
     "LocalRows",
@@ -35,13 +36,9 @@ __all__ = [
     "StoredFiles",
     "StoredTensor",
     "first_names",
-    "holds_shards",
-    "is_sharded_module",
-    "is_sharded_tensor",
     "load_module",
     "load_optimizer",
     "loadable",
-    "may_be_sharded",
     "refuse_partial_torch_save",
     "rows_of",
     "unsharded",
@@ -52,31 +49,6 @@ _INSTEAD = (
     "accelerator.save_model(model, folder) writes the whole model, accelerator.get_state_dict(model) returns it on "
     "rank 0 (every rank calls either of them), and accelerator.save_state(folder) writes a checkpoint of all ranks."
 )
-
-
-def may_be_sharded() -> bool:
-    """Return whether this process can have DTensors: whether the program has imported them."""
-    return "torch.distributed.tensor" in sys.modules
-
-
-def is_sharded_tensor(value: object) -> bool:
-    """Return whether `value` is a DTensor."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return isinstance(value, kind)
-
-
-def is_sharded_module(module: Module) -> bool:
-    """Return whether FSDP (of torch's ``fully_shard``) or a DTensor is anywhere in `module`.
-
-    Between a forward and its backward FSDP has whole parameters in place of its DTensors; its class stays.
-    """
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    return any(isinstance(part, kind) for part in module.modules()) or any(map(is_sharded_tensor, module.parameters()))
-
-
-def holds_shards(state: object) -> bool:
-    """Return whether a DTensor is anywhere in the containers of `state`."""
-    return may_be_sharded() and any(map(is_sharded_tensor, leaves(state)))
 
 
 @frozen

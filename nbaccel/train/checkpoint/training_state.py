@@ -16,24 +16,16 @@ from torch.nn import Module
 
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
-from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.manifest import Lineage, Manifest
-from nbaccel.train.checkpoint.model_weights import load_trained, with_tied, without_base
 from nbaccel.train.checkpoint.rng_files import Stamp, State, read
-from nbaccel.train.checkpoint.shards import (
-    holds_shards,
-    is_sharded_module,
-    load_module,
-    load_optimizer,
-    loadable,
-    may_be_sharded,
-)
+from nbaccel.train.checkpoint.shard_facts import holds_shards, is_sharded_module, may_be_sharded
 from nbaccel.train.prepare.prepared import Prepared, frozen_names
 from nbaccel.train.step.accumulation import Accumulation, StepClock
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy
 
 if TYPE_CHECKING:
+    from nbaccel.train.checkpoint.content import Content
     from nbaccel.train.data.loader import PreparedLoader
 
 __all__ = [
@@ -106,6 +98,8 @@ class TrainingState:
 
     def content(self, weights: list[dict[str, Any]], customs: Sequence[Any]) -> Content:
         """Return all states but the random ones; batches of an open accumulation window count as not yet seen."""
+        from nbaccel.train.checkpoint.content import Content
+
         prepared, epochs, accumulation = self.prepared, self.epochs, self.accumulation
         is_inside = self.is_inside_epoch
         return Content(
@@ -194,6 +188,9 @@ class TrainingState:
         Raises:
             ValueError: The number of objects differs.
         """
+        from nbaccel.train.checkpoint.model_weights import load_trained, with_tied, without_base
+        from nbaccel.train.checkpoint.shards import load_module, load_optimizer, loadable
+
         prepared, strategy = self.prepared, self.strategy
         for kind, things, states in (
             ("model", models, content.models),

@@ -8,7 +8,6 @@ device. `length_batches` makes batches for inference, without a loader. Imports 
 
 from __future__ import annotations
 
-from nbaccel.train.data.length_batches import LengthBatches, batches_by_length
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.placement import to_device
@@ -27,13 +26,11 @@ __all__ = [
     "DataLoaderConfiguration",
     "DataLoaderDispatcher",
     "DataLoaderShard",
-    "LengthBatches",
     "LoaderFacts",
     "PreparedLoader",
     "Shard",
     "SharedOrder",
     "StreamShard",
-    "batches_by_length",
     "data_seed",
     "prepare_loader",
     "skip_first_batches",

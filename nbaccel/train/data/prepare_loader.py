@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
-from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.shard import counted
@@ -35,6 +34,9 @@ from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.step.accumulation import Accumulation
+
+if TYPE_CHECKING:
+    from nbaccel.train.data.dispatch import SliceFunction
 
 __all__ = [
     "DataLoaderConfiguration",
@@ -290,6 +292,8 @@ class LoaderChoice:
             return self.indexed() if configuration.use_seedable_sampler and self.has_indices else Source(loader)
         even, split = configuration.even_batches, configuration.split_batches
         if self.dispatches:
+            from nbaccel.train.data.dispatch import DispatchSource  # few loaders need it
+
             batches = self.facts[0].batches
             return DispatchSource(
                 loader,

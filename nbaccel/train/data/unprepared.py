@@ -39,11 +39,9 @@ _WIDTH = 4
 def watch_loaders(world: World, accumulation: Accumulation) -> None:
     """Watch loaders that are iterated unprepared from now on, while `accumulation` trains. Warns once, in rank 0.
 
-    In one process it does nothing. It hooks the begin of iterations, and the batches of such a loader up to the
+    It hooks the begin of iterations, and the batches of such a loader up to the
     decision; a prepared loader's are not hooked.
     """
-    if not world.is_distributed:
-        return
     watch = getattr(DataLoader.__iter__, "nbaccel_watch", None)
     if watch is None:
         watch = _Watch()

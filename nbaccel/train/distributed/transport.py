@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,9 @@ from nbaccel.base.aborting import (
 )
 from nbaccel.base.events import Waiting, emit
 from nbaccel.base.exchange_time import exchange_clock
-from nbaccel.train.distributed.shared_messages import SharedMessages
+
+if TYPE_CHECKING:
+    from nbaccel.train.distributed.shared_messages import SharedMessages
 
 __all__ = [
     "Transport",
@@ -112,6 +114,8 @@ class Transport:
     def read_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return equally many numbers of each rank, by rank: as `read_all` does, for what is sent in every step."""
         if not self._has_asked:
+            from nbaccel.train.distributed.shared_messages import SharedMessages  # one process does not need it
+
             self._messages = SharedMessages.form(self.read_all, group_timeout() or dist.default_pg_timeout)
             self._has_asked = True
         if is_aborted():

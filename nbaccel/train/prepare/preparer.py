@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable
@@ -20,8 +20,6 @@ from torch.utils.data import DataLoader
 from nbaccel.base.quantised import base_of
 from nbaccel.base.settings import RunSettings
 from nbaccel.train.data import DataLoaderConfiguration, LoaderFacts, PreparedLoader, prepare_loader
-from nbaccel.train.data.dispatch import SliceFunction
-from nbaccel.train.data.unprepared import watch_loaders
 from nbaccel.train.prepare.frozen_base import refuse_other_bases, refuse_untrained
 from nbaccel.train.prepare.models import admit, may_move
 from nbaccel.train.prepare.optimizer import Guard, PreparedOptimizer, PreparedScheduler, follow_parameters
@@ -29,6 +27,9 @@ from nbaccel.train.prepare.prepared import remembered
 from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.strategies.single import IGNORED, is_parallel, is_sharded, waiting_names
+
+if TYPE_CHECKING:
+    from nbaccel.train.data.dispatch import SliceFunction
 
 __all__ = [
     "Preparer",
@@ -140,8 +141,7 @@ class Preparer:
         ready = context.strategy.setup(list(admitted.values()), [*known, *inner], moves)
         prepared = {key: self._compiled(model) for key, model in zip(admitted, ready, strict=True)}
         if prepared:
-            watch_loaders(context.world, context.accumulation)
-            self._look_at_other_optimizers()
+            self._look_at_what_is_unprepared()
         return [prepared.get(id(model), model) for model, _ in models]
 
     def _exchanged(self, model: Module, base: Collection[str]) -> dict[str, Tensor]:
@@ -164,8 +164,12 @@ class Preparer:
         }
         return trained | buffers
 
-    def _look_at_other_optimizers(self) -> None:
-        """Have the steps of optimizers that are not prepared looked at, since they may step what is prepared."""
+    def _look_at_what_is_unprepared(self) -> None:
+        """Look from now on at loaders that are not prepared, and at such optimizers: they may step what is prepared."""
+        if self._context.world.is_distributed:
+            from nbaccel.train.data.unprepared import watch_loaders  # one process does not need it
+
+            watch_loaders(self._context.world, self._context.accumulation)
         strategy = self._context.strategy
         if strategy.has_peers and strategy.others is None and not RunSettings.from_env().independent:
             from nbaccel.train.prepare.unaveraged import OtherOptimizers  # one process does not need it

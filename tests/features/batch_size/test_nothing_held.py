@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from nbaccel import Accelerator
 from nbaccel.local_sgd import LocalSGD
 from nbaccel.testing import run_ranks
-from nbaccel.train.oom.memory import release_memory
+from nbaccel.train.oom.memory.free_memory import release_memory
 from nbaccel.utils import ProfileKwargs, find_executable_batch_size
 
 SAMPLES, BATCH_SIZE = 8, 2

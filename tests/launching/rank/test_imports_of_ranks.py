@@ -64,10 +64,28 @@ ENDLESS = MAKE + PREPARE + STEPS.format(epochs=10**9, backward="accelerator.back
 SAVING = 'from nbaccel import Accelerator\naccelerator = Accelerator({}checkpoint_every=10**9, checkpoint_dir="{}")\n'
 TOO_LARGE = 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")'
 
+SAVES = """
+accelerator.log({"loss": loss})
+accelerator.save_state("saved")
+accelerator.save_model(model, "weights")
+accelerator.load_state("saved")
+accelerator.free_memory()
+"""
+
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(32, 1, 4))
+
+loader = DataLoader(Stream(), 4)
+"""
+
 CELLS = {
     "nothing": ("", "pass"),
     "an unmodified loop": ("", RAW),
     "a prepared training": ("", PREPARED),
+    "what is saved, logged, loaded and freed": ("", PREPARED + SAVES),
+    "batches of a stream": ("", PREPARED.replace(PREPARE, STREAM + PREPARE).replace("(x,)", "x")),
     "sharded models": ("--strategy fsdp", PREPARED),
     "an error": ("", f"{PREPARED}raise ValueError"),
     "out of memory": ("", RAW.replace("optimizer.step()", TOO_LARGE)),

@@ -25,7 +25,7 @@ from nbaccel.features.check.dry_run.rank_records import SAVES
 from nbaccel.features.check.dry_run.redirection import Redirection
 from nbaccel.features.check.dry_run.saved_files import SavedFiles
 from nbaccel.features.check.dry_run.step_times import StepTimes
-from nbaccel.train.checkpoint import manager, writer
+from nbaccel.train.checkpoint import manager, saving
 from nbaccel.train.checkpoint.directory import CheckpointDirectory
 from nbaccel.train.data import loader as prepared_loader
 from nbaccel.train.data.dispatch import DispatchSource
@@ -115,7 +115,7 @@ class DryRunHooks:
         self._replaced.wrap(prepared_loader, "place", self._place)
         self._replaced.wrap(ProcessControl, "gather", self._gather)
         self._replaced.wrap(manager.Checkpoints, "save", self._save)
-        self._replaced.wrap(writer.Save, "write", self._write)
+        self._replaced.wrap(saving.Save, "write", self._write)
         for name in _COLLECTIVES:
             self._times.measure(Transport, name, "communication")
 
@@ -190,7 +190,7 @@ class DryRunHooks:
         with self._saves.waiting():
             return real(checkpoints, target, moment, blocking, directory)
 
-    def _write(self, real: Callable[..., list[str]], save: writer.Save, *args: Any, **kwargs: Any) -> list[str]:
+    def _write(self, real: Callable[..., list[str]], save: saving.Save, *args: Any, **kwargs: Any) -> list[str]:
         size = functools.partial(_folder_bytes, save.target)
         with self._saves.saving(str(save.target), size, self._loops, self._keeps):
             return real(save, *args, **kwargs)

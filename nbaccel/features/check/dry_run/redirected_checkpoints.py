@@ -16,7 +16,6 @@ from typing import Any
 
 from nbaccel.base.settings import RunSettings
 from nbaccel.features.check.dry_run.redirection import Redirection
-from nbaccel.train import accelerator as accelerator_module
 from nbaccel.train.checkpoint import model_weights
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, FoundCheckpoint
@@ -91,7 +90,7 @@ def _redirect_weights(places: Redirection) -> None:
     def redirected_write(path: Path, write: Callable[[Path], object]) -> None:
         write_then_rename(Path(places.to_write(os.fspath(path))), write)
 
-    accelerator_module.save_weights = redirected_save  # type: ignore[attr-defined]
+    model_weights.save_weights = redirected_save
     model_weights.read_weights = redirected_read
     model_weights.write_then_rename = redirected_write
 

@@ -17,7 +17,7 @@ from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.values import frozen
 from nbaccel.errors import StepCorrupted
-from nbaccel.train.oom.memory import release_unused
+from nbaccel.train.oom.memory.release import release_unused
 
 __all__ = [
     "guarded_step",

@@ -397,13 +397,13 @@ def test_a_checkpoint_says_how_many_of_its_kind_are_kept(tmp_path: Path) -> None
 
 
 def test_hooks_are_taken_away() -> None:
-    from nbaccel.train.checkpoint import manager, writer
+    from nbaccel.train.checkpoint import manager, saving
     from nbaccel.train.data import loader
     from nbaccel.train.distributed.transport import Transport
 
     def hooked() -> list[Callable[..., Any]]:
         owners = [(loader.PreparedLoader, "_iterate"), (loader, "place"), (manager.Checkpoints, "save")]
-        owners += [(writer.Save, "write"), (Transport, "barrier"), (torch.autograd, "backward"), (torch, "save")]
+        owners += [(saving.Save, "write"), (Transport, "barrier"), (torch.autograd, "backward"), (torch, "save")]
         return [getattr(owner, name) for owner, name in owners]
 
     before = hooked()

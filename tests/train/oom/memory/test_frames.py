@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.train.oom.memory import forget_frames
-from nbaccel.train.oom.memory.free_memory import forget_all_frames
+from nbaccel.train.oom.memory.release import forget_all_frames, forget_frames
 
 
 class Large:

@@ -13,8 +13,9 @@ import torch
 import nbaccel
 from nbaccel import Accelerator
 from nbaccel.testing import Faults, MemLimit, run_ranks
-from nbaccel.train.oom.memory import Freed, Holding, forget_frames, free, free_memory, release_memory
-from nbaccel.train.oom.memory.free_memory import bytes_in_use, empty_caches
+from nbaccel.train.oom.memory.free_memory import Freed, bytes_in_use, free, free_memory, release_memory
+from nbaccel.train.oom.memory.holdings import Holding
+from nbaccel.train.oom.memory.release import empty_caches, forget_frames
 
 
 @pytest.fixture

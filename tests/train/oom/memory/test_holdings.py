@@ -15,8 +15,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from nbaccel.train.oom.memory import Holding, holdings
-from nbaccel.train.oom.memory.holdings import Search, holds_tensors
+from nbaccel.train.oom.memory.holdings import Holding, Search, holdings, holds_tensors
 
 FLOAT = 4
 

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from nbaccel import Accelerator
 from nbaccel.testing import MemLimit, run_ranks
-from nbaccel.train.oom.memory import holdings
+from nbaccel.train.oom.memory.holdings import holdings
 from nbaccel.utils import FullyShardedDataParallelPlugin, find_executable_batch_size
 
 DIM, BLOCKS = 64, 8
