@@ -111,12 +111,16 @@ class Transport:
         self._wait(_all_gather(joined, sent[None], async_op=True))
         return joined.cpu()
 
+    def _formed(self) -> SharedMessages | None:
+        """Return the memory of the ranks of one machine, apart from what is called in every step."""
+        from nbaccel.train.distributed.shared_messages import SharedMessages  # one process does not need it
+
+        return SharedMessages.form(self.read_all, group_timeout() or dist.default_pg_timeout)
+
     def read_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return equally many numbers of each rank, by rank: as `read_all` does, for what is sent in every step."""
         if not self._has_asked:
-            from nbaccel.train.distributed.shared_messages import SharedMessages  # one process does not need it
-
-            self._messages = SharedMessages.form(self.read_all, group_timeout() or dist.default_pg_timeout)
+            self._messages = self._formed()
             self._has_asked = True
         if is_aborted():
             refuse_if_aborted(self._where())
