@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import killing
 from nbaccel import Accelerator, DeepSpeedPlugin, testing
-from nbaccel.errors import NotPrepared, RanksFailed
+from nbaccel.errors import NotPrepared, RankDied, RanksFailed
 from nbaccel.testing import conformance
 from nbaccel.utils import DummyOptim, DummyScheduler
 
@@ -312,3 +314,51 @@ def test_a_model_goes_from_ddp_to_deepspeed_to_fsdp() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def _saved_twice(folder: str, rank: int, point: int) -> None:
+    """Save after two steps, and after two more into the same folder, in which one rank is killed."""
+    accelerator = Accelerator(cpu=True, **_zero(3))
+    torch.manual_seed(0)
+    plain: nn.Module = nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
+    for number in range(4):
+        if number == 2:
+            accelerator.save_state(folder)
+        accelerator.backward(model(torch.full((2, 3), float(number + 1))).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if accelerator.process_index == rank:
+        killing.Points(point).watch(pytest.MonkeyPatch())
+    accelerator.save_state(folder)
+
+
+def _loaded(folder: str) -> tuple[torch.Tensor, float]:
+    accelerator = Accelerator(cpu=True, **_zero(3))
+    plain: nn.Module = nn.Linear(3, 2)
+    optimizer: Any = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(plain, optimizer)
+    accelerator.load_state(folder)
+    state = accelerator.get_state_dict(model)  # on every rank
+    weight = state["weight"].clone() if accelerator.is_main_process else torch.zeros(0)
+    accelerator.end_training()
+    return weight, float(next(iter(optimizer.state_dict()["state"].values()))["step"])
+
+
+@pytest.mark.parametrize(("rank", "point"), [(0, 0), (0, 2), (1, 0)])
+def test_the_older_checkpoint_loads_after_a_rank_was_killed_in_a_save(rank: int, point: int, tmp_path: Path) -> None:
+    folder, shared = str(tmp_path / "checkpoint"), set(os.listdir("/dev/shm"))
+    with pytest.raises(RankDied) as caught:
+        run_ranks(2, lambda: _saved_twice(folder, rank, point))
+    assert caught.value.rank == rank
+    assert set(os.listdir("/dev/shm")) <= shared
+    (weight, steps), *_ = run_ranks(2, lambda: _loaded(folder))
+    assert steps == 2.0
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for number in (1.0, 2.0):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), number)).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(weight, model.weight.detach(), atol=1e-6, rtol=0)
