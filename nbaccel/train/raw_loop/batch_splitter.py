@@ -15,7 +15,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,7 @@ from nbaccel.errors import CannotSplit
 from nbaccel.train.distributed.callers import lasting_place, users_name
 from nbaccel.train.raw_loop.batch_parts import ALONE, UNKNOWN, Cutter, GivenBatches, Label, Layout, Split, Turn, is_own
 from nbaccel.train.raw_loop.batch_values import BatchWatch
+from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.loader_pass import (
     REMEMBERED,
     SHARED_PASS,
@@ -73,6 +74,32 @@ _LEFT_EARLY = (
 )
 
 
+class SplitTraining(Protocol):
+    """The training whose batches are split."""
+
+    def is_training(self) -> bool:
+        """Return whether the known models are in training mode."""
+
+    def are_lazy(self) -> bool:
+        """Return whether a model has parameters that its first batch makes, which is whole then."""
+
+    def batch_norms(self) -> Sequence[str]:
+        """Return the names of layers that compute with the statistics of a batch."""
+
+    def next_turn(self, turn: Turn | None) -> None:
+        """Follow a part of a batch that comes in several; None when no other part of it will come."""
+
+
+class SplitNotices(Protocol):
+    """Notices about batches."""
+
+    def note_split(self, split: Split) -> None:
+        """Note the decision about a loader; called once for each."""
+
+    def note_drawn(self) -> None:
+        """Note that the loop draws from NumPy or Python's random while it has a part."""
+
+
 class BatchSplitter:
     """Gives this rank its part of each batch that is trained on, and whole batches where nothing is trained.
 
@@ -80,16 +107,10 @@ class BatchSplitter:
     gradients are on: the first backward may be the one that does not fit.
 
     Args:
-        on_split: Called once for each loader with the decision.
-        is_training: Whether the known models are in training mode.
-        batch_norms: The names of their layers that compute with the statistics of a batch.
-        on_turn: Called for each part of a batch that comes in several, and with None when no other part of it will
-            come.
-        steps: Returns how many steps this task has reached.
-        rates: Returns the learning rates of its optimizers.
-        on_drawn: Called when the loop draws from NumPy or Python's random while it has a part.
+        training: Knows the models, and follows the parts.
+        notices: Is told of what a person should know.
+        steps: The steps of this task.
         watch: Told of the batches that are to be watched: those before the first backward of a loop.
-        is_lazy: A model has parameters that its first batch makes, which is whole then.
 
     Attributes:
         batches: How many were handed out in this task.
@@ -105,28 +126,19 @@ class BatchSplitter:
         self,
         rank: int,
         world_size: int,
-        on_split: Callable[[Split], None],
-        is_training: Callable[[], bool],
-        batch_norms: Callable[[], Sequence[str]] = tuple,
-        on_turn: Callable[[Turn | None], None] = lambda turn: None,
-        steps: Callable[[], int] = lambda: 0,
-        rates: Callable[[], tuple[float, ...]] = tuple,
-        on_drawn: Callable[[], None] = lambda: None,
-        watch: BatchWatch | None = None,
-        is_lazy: Callable[[], bool] = lambda: False,
+        training: SplitTraining,
+        notices: SplitNotices,
+        steps: StepCounter,
+        watch: BatchWatch,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._on_split = on_split
-        self._is_training = is_training
-        self._batch_norms = batch_norms
-        self._on_turn = on_turn
+        self._training = training
+        self._notices = notices
         self._steps = steps
-        self._rates = rates
-        self._on_drawn = on_drawn
-        self._watch, self._is_lazy = BatchWatch(watches=False) if watch is None else watch, is_lazy
+        self._watch = watch
         self._streams = Streams(rank)
-        self._gauges = PassGauges(steps, rates)
+        self._gauges = self._new_gauges()
         self.begin()
         self._is_on = False
 
@@ -168,7 +180,7 @@ class BatchSplitter:
         self._known: dict[tuple[Any, ...], Any] = {}  # by such keys: what another process has known of passes
         self._told: set[tuple[Any, ...]] = set()
         self._gauges.end_alone()
-        self._gauges = PassGauges(self._steps, self._rates)
+        self._gauges = self._new_gauges()
         self._cutter = Cutter(self._rank, self._world_size, self._turns)
         self._handed_parts: Counter[tuple[Any, ...]] = Counter()  # parts that were handed out, by key
         self._of_use: set[tuple[Any, ...]] = set()  # keys of passes of which a part has trained
@@ -179,6 +191,9 @@ class BatchSplitter:
         self.has_split = self.is_shared_out = self._has_wrapper = False
         self._is_on = True
         self._forget_handed()
+
+    def _new_gauges(self) -> PassGauges:
+        return PassGauges(lambda: self._steps.done, self._steps.rates.read)
 
     def step_back(self) -> None:
         """Leave batches as torch makes them from now on, since the program prepares by itself."""
@@ -272,8 +287,8 @@ class BatchSplitter:
         before, self._noise_before = self._noise_before, None
         if before is not None and before != self._streams.noise():
             self._looks = _LOOKS
-            self._on_drawn()
-        handed, trains = self.handed, self._is_training()
+            self._notices.note_drawn()
+        handed, trains = self.handed, self._training.is_training()
         is_followed = False  # by a batch of a pass that continues
         for this in reversed(self._taken):
             is_alive = this.iterator_of() is not None
@@ -337,7 +352,7 @@ class BatchSplitter:
             if iterator is not None and makes_of_indices(iterator):
                 batches = length_or_none(iterator._index_sampler)
             is_own = self._mode != SPLIT
-            self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark, is_own))
+            self._notices.note_split(Split(this.name, batches, this.batch_size, is_split, why, remark, is_own))
 
     # -- what the hooks call
 
@@ -374,7 +389,7 @@ class BatchSplitter:
         if old is not None:
             old.is_over = True
         size, is_map, kind = batch_size_of(iterator, loader), makes_of_indices(iterator), type(iterator._dataset)
-        modes = torch.is_grad_enabled(), self._is_training()
+        modes = torch.is_grad_enabled(), self._training.is_training()
         key, begin = key_of(iterator, size, *modes), self.next_begin
         if begin is not None and begin.place != lasting_place():  # it is made anew elsewhere than it was made
             key = (*key[:3], begin.place, *key[4:])
@@ -410,7 +425,7 @@ class BatchSplitter:
             this.cut_from, this.sliced_from, this.cuts = begin.cut_from, begin.sliced_from, begin.cuts
             if iterator._num_workers or not is_map:  # otherwise nothing is cut while it is passed over
                 self._cutter.cuts[key] = begin.cuts
-        is_known = (lead > 0 or (self._is_short and all(modes))) and not self._is_lazy()
+        is_known = (lead > 0 or (self._is_short and all(modes))) and not self._training.are_lazy()
         this.is_split = this.may_split and is_known and key not in self._whole
         this.began_split = this.is_split and not this.cut_from
         this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
@@ -528,7 +543,7 @@ class BatchSplitter:
     def _is_to_be_watched(self, this: SharedPass, label: Label) -> bool:
         """Return whether to watch a batch: those before a loop's first backward, and a part whose loss may be new."""
         is_wanted = self._watches_next or (this.key not in self._trained and this.taken < REMEMBERED)
-        may_train = this.may_split and torch.is_grad_enabled() and self._is_training()
+        may_train = this.may_split and torch.is_grad_enabled() and self._training.is_training()
         return is_wanted and may_train and self._mode == SPLIT and label.rows > 1 and this.key not in self._whole
 
     def _pass_of(self, iterator: Any) -> SharedPass:
@@ -574,7 +589,7 @@ class BatchSplitter:
 
     def _note_taken(self, this: SharedPass, label: Label) -> None:
         if label.is_apart or torch.is_grad_enabled():
-            this.was_training = this.has_trained or self._is_training()
+            this.was_training = this.has_trained or self._training.is_training()
             if self._is_used:
                 self._taken, self._is_used = still_needed(self._taken), False
             labels = self._taken.pop(this, deque(maxlen=REMEMBERED))
@@ -587,11 +602,11 @@ class BatchSplitter:
         this.gauge.taken += label.turn.is_first
         this.gauge.samples = max(this.gauge.samples, self._share_of(this, label))
         if self._turns > 1 and (label.is_apart or this.is_split):
-            self._on_turn(label.turn)
+            self._training.next_turn(label.turn)
             self._in_turn = None if label.turn.is_last else this
             if self._looked_at:
                 name, self._looked_at = self._looked_at, ""
-                self._on_split(Split(name, None, None, True, _LOOKED_AT))
+                self._notices.note_split(Split(name, None, None, True, _LOOKED_AT))
         if label.is_apart:
             this.parts += 1
             self._handed_parts[this.key] += 1
@@ -618,7 +633,7 @@ class BatchSplitter:
     def _loop_of(self, this: SharedPass) -> LoopEntered:
         parts = self._world_size * self._turns if this.is_split else 1
         obstacle = ""
-        if not (torch.is_grad_enabled() and self._is_training()):
+        if not (torch.is_grad_enabled() and self._training.is_training()):
             obstacle = "the loop does not train, and an evaluation is not cut (give its loader a smaller batch_size)"
         elif self._has_wrapper:
             obstacle = "the program, or a library in it, shares its model out itself, with batches of its own"
@@ -628,7 +643,7 @@ class BatchSplitter:
             obstacle = f"the batches of {this.name} are whole in every rank"
         elif this.batch_size is not None and this.batch_size <= parts:
             obstacle = "its batches, or the parts of them, are single samples already"
-        norms = () if obstacle else self._batch_norms()
+        norms = () if obstacle else self._training.batch_norms()
         return LoopEntered(this.batch_size, parts, obstacle=obstacle, batch_norms=norms, sharing_ranks=self._world_size)
 
     def _of_its_own(self, this: SharedPass) -> str:
@@ -715,7 +730,7 @@ class BatchSplitter:
             self._left_early = this.name
         if name := self._left_early:
             self._left_early = ""
-            self._on_split(Split(name, None, None, True, _LEFT_EARLY))
+            self._notices.note_split(Split(name, None, None, True, _LEFT_EARLY))
 
     def _left(self, this: SharedPass) -> None:
         """Handle the end of a pass whose iterator was deleted."""
@@ -725,7 +740,7 @@ class BatchSplitter:
             self._left_early = this.name
         if self._is_on and this is self._in_turn:
             self._in_turn = None
-            self._on_turn(None)
+            self._training.next_turn(None)
             if not this.has_trained:
                 self._looked_at = this.name
         is_idle = self._is_on and not self._is_pending and self._drawn is None

@@ -28,7 +28,7 @@ from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.raw_loop.averaging import Averaging
-from nbaccel.train.raw_loop.batch_parts import Split
+from nbaccel.train.raw_loop.batch_parts import Split, Turn
 from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter
@@ -86,20 +86,8 @@ class RawLoopTraining:
         self._seeds = Seeds.now()
         self._order_seed = None if settings.seeds_alike else settings.seed  # otherwise ranks are seeded differently
         watch = BatchWatch(is_trained=lambda tensor: self._averaging.models.number(tensor) is not None)
-        self._passes = BatchSplitter(
-            world.rank,
-            world.world_size,
-            self._notices.note_split,
-            self._is_training,
-            batch_norms=lambda: self._averaging.models.batch_norms(),
-            on_turn=lambda turn: self._deferred.next_turn(turn),
-            steps=lambda: self._steps.done,
-            rates=lambda: self._steps.rates.read(),
-            on_drawn=self._notices.note_drawn,
-            watch=watch,
-            is_lazy=lambda: self._hooks.are_lazy(),
-        )
         self._steps = StepCounter(lambda: self._passes.batches)
+        self._passes = BatchSplitter(world.rank, world.world_size, self, self._notices, self._steps, watch)
         self._deferred = DeferredCalls(self._steps.choices)
         self._averaging = Averaging(world, self._passes, self._steps, self._deferred, watch, self, self._notices)
         self._is_armed = False
@@ -243,8 +231,17 @@ class RawLoopTraining:
 
     # -- parts of it
 
-    def _is_training(self) -> bool:
+    def is_training(self) -> bool:
         return self._averaging.models.is_training()
+
+    def are_lazy(self) -> bool:
+        return self._hooks.are_lazy()
+
+    def batch_norms(self) -> Sequence[str]:
+        return self._averaging.models.batch_norms()
+
+    def next_turn(self, turn: Turn | None) -> None:
+        self._deferred.next_turn(turn)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._averaging.is_inside:

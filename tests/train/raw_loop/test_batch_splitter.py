@@ -24,8 +24,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 
 from nbaccel.base.events import Event, Gauge, LoopEntered, Progress, outlet
 from nbaccel.errors import NotPrepared
-from nbaccel.train.raw_loop.batch_parts import GivenBatches, Split, _uneven_turns
+from nbaccel.train.raw_loop.batch_parts import GivenBatches, Split, Turn, _uneven_turns
 from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
+from nbaccel.train.raw_loop.batch_values import BatchWatch
+from nbaccel.train.raw_loop.deferred_calls import StepCounter
 
 HOOKED = ("__init__", "_reset", "_next_index", "__next__")
 
@@ -52,10 +54,29 @@ class Rank:
         self.handed: list[GivenBatches] = []
         self.own: list[bool] = []
         self.training = True
-        self.passes = BatchSplitter(max(0, rank), world_size, self.said.append, lambda: self.training)
+        steps = StepCounter(lambda: self.passes.batches)
+        self.passes = BatchSplitter(max(0, rank), world_size, self, self, steps, BatchWatch(watches=False))
         if rank >= 0:
             self.passes.install()
             self.passes.begin(mode)
+
+    def is_training(self) -> bool:
+        return self.training
+
+    def are_lazy(self) -> bool:
+        return False
+
+    def batch_norms(self) -> Sequence[str]:
+        return ()
+
+    def next_turn(self, turn: Turn | None) -> None:
+        """It has nothing to do at a part."""
+
+    def note_split(self, split: Split) -> None:
+        self.said.append(split)
+
+    def note_drawn(self) -> None:
+        """Nobody is told."""
 
     def take(self, batch: Any) -> None:
         self.got.append(copy.deepcopy(batch))
