@@ -58,11 +58,16 @@ _TOO_LATE = re.compile(r"[Tt]imeout|[Tt]imed ?out|no reply within|no idle state|
 
 
 class _Record:
-    """A plugin of pytest that keeps which tests failed, in their set-up, call or tear-down, and the seconds of all."""
+    """A plugin of pytest that keeps which tests failed, in their set-up, call or tear-down, and the seconds of all.
+
+    Attributes:
+        not_collected: Files whose tests nobody could run.
+    """
 
     def __init__(self) -> None:
         self.failed: list[str] = []
         self.different: list[str] = []
+        self.not_collected: list[str] = []
         self._seconds: Counter[str] = Counter()
         self._tests: Counter[str] = Counter()
 
@@ -75,6 +80,10 @@ class _Record:
         part = part.rpartition("/")[0] if part.endswith(".py") and part.count("/") > 1 else part
         self._seconds[part] += report.duration
         self._tests[part] += report.when == "call"
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:  # processes of pytest-xdist go on without that file, and end as after a failed test
+            self.not_collected.append(report.nodeid)
 
     def table(self) -> str:
         """Return what the time was spent for: a line for each folder, the longest first, short ones together."""
@@ -99,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         code = _run(arguments, record)
     print(record.table(), flush=True)
-    if not may_be_chance(code, len(record.failed)):
+    if record.not_collected or not may_be_chance(code, len(record.failed)):
         return code
     print(f"\nonce more, in a fresh process: {len(record.failed)} failed", flush=True)
     again = subprocess.run([sys.executable, "-m", "pytest", *record.failed]).returncode

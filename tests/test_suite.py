@@ -57,6 +57,14 @@ def test_a_test_that_fails_twice_fails_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_that_cannot_be_collected_fails_the_run_also_beside_a_test_that_fails_once(tmp_path: Path) -> None:
+    chance = UNSTEADY.format(mark=str(tmp_path / "seen"))
+    done = unit(tmp_path, test_chance=chance, test_moved="from pathlib import no_such_name\ndef test_moved(): pass")
+    assert done.returncode == 1, done.stdout
+    assert "ERROR test_moved.py" in done.stdout
+
+
+@pytest.mark.slow
 def test_numbers_that_differ_once_fail_the_run_though_they_agree_in_the_second_try(tmp_path: Path) -> None:
     done = unit(tmp_path, test_chance=ROUNDED.format(mark=str(tmp_path / "seen")))
     assert done.returncode == 1, done.stdout

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from base.test_memory_limit import ONE_DNN, Fails, tries_again_where_memory_was_nearly_full
+from base.test_memory_limit import ONE_DNN, Fails
 from nbaccel import Accelerator
+from nbaccel.base import memory_limit
 from nbaccel.base.events import Event, Loss, OutOfMemory, outlet
+from nbaccel.base.memory_limit import MemoryLimit
 from nbaccel.errors import PeerFailed
 from nbaccel.features.micro_batches.task import MicroBatch, Shortage as NoRoom
 from nbaccel.testing import MemLimit, run_ranks
@@ -263,4 +265,8 @@ def take_part(fails: Fails) -> bool:
 def test_a_part_is_tried_again_where_memory_was_nearly_full_and_nowhere_else(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries_again_where_memory_was_nearly_full(take_part, text, monkeypatch)
+    monkeypatch.setattr(memory_limit, "host_limit", lambda: MemoryLimit(99, 100))
+    assert take_part(Fails(text))
+    monkeypatch.setattr(memory_limit, "host_limit", lambda: MemoryLimit(50, 100))
+    with pytest.raises(RuntimeError, match=text):
+        take_part(Fails(text))
