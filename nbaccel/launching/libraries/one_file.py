@@ -23,6 +23,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -350,11 +351,19 @@ class _Folders:
             try:
                 makes()
             except FileExistsError:
-                if self._made[path] >= self._journal.count(_MADE, path) or not os.path.isdir(path):
+                if self._made[path] >= self._journal.count(_MADE, path) or _is_no_folder(path):
                     raise
             else:
                 self._journal.note(_MADE, path)
             self._made[path] += 1
+
+
+def _is_no_folder(path: str) -> bool:
+    """Return whether there is something else at `path`: the rank that made a folder there may have moved it by now."""
+    try:
+        return not stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 class _OpenedFiles:

@@ -19,7 +19,7 @@ from safetensors import torch as safetensors
 
 from nbaccel.base.world import World
 from nbaccel.launching.api import launch
-from nbaccel.launching.libraries.one_file import OneFile
+from nbaccel.launching.libraries.one_file import OneFile, _Folders, _Journal
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.model_weights import write_object
 
@@ -86,6 +86,25 @@ def test_a_saved_file_that_is_moved_is_still_rank_0s(tmp_path: Path, late: int) 
         return [*found, *(torch.load(f"{place}/best.pt") for place in ("first", "kept/epoch1", "kept/epoch2"))]
 
     assert [values for values, _ in _in_ranks(tmp_path, loop)] == [[0, 0, 1, 1, 2, 2, 0, 1, 2]] * 2
+
+
+def test_a_folder_that_its_maker_moves_at_this_moment_counts_as_made(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "new", tmp_path / "epoch0"
+
+    def make_and_see_it_move(path: str) -> None:
+        """Make the folder, or find it there, and have it moved before anybody looks again."""
+        try:
+            os.mkdir(path)
+        finally:
+            os.rename(path, moved)
+
+    folders = [_Folders(_Journal(str(tmp_path / "store.files"))) for _ in range(2)]
+    folders[0].make(str(folder), folder.mkdir)
+    folders[1].make(str(folder), lambda: make_and_see_it_move(str(folder)))
+    assert moved.is_dir()
+    folder.write_text("a file")
+    with pytest.raises(FileExistsError):
+        folders[1].make(str(folder), folder.mkdir)
 
 
 def test_a_file_that_no_rank_has_removed_is_missed_by_all(tmp_path: Path) -> None:
