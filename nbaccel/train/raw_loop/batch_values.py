@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from nbaccel.base.notices import is_users
 from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.raw_loop.node_kinds import names
-from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValues, tensors_in
+from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValues, SeenMemory, tensors_in
 
 __all__ = ["BatchWatch"]
 
@@ -65,7 +64,7 @@ class BatchWatch:
         self._watches = watches
         self._is_trained = is_trained
         self._trace: _Trace | None = None
-        self._before: list[StorageWeakRef] = []
+        self._before: list[SeenMemory] = []
 
     @property
     def is_on(self) -> bool:
@@ -103,7 +102,7 @@ class BatchWatch:
         for each in tensors_in(batch):
             with suppress(NotImplementedError, RuntimeError):
                 if isinstance(each, Tensor):
-                    self._before.append(StorageWeakRef(each.untyped_storage()))
+                    self._before.append(SeenMemory(each.untyped_storage()))
 
     def outside(self, roots: Sequence[Tensor]) -> OutsideValues:
         """Return the values from outside of the batch on which the losses `roots` depend."""
@@ -168,7 +167,7 @@ class _Mark(NamedTuple):
         extent: How many of its numbers are the batch's, or an operation's result.
     """
 
-    storage: StorageWeakRef
+    storage: SeenMemory
     bits: int
     line: str
     extent: int
@@ -347,7 +346,7 @@ class _Trace(TorchDispatchMode):
         old, known = self._read(tensor)
         storage = tensor.untyped_storage()
         extent = max(tensor.numel(), self._marks[storage._cdata].extent if old else 0)
-        self._marks[storage._cdata] = _Mark(StorageWeakRef(storage), bits | old, known or line, extent)
+        self._marks[storage._cdata] = _Mark(SeenMemory(storage), bits | old, known or line, extent)
 
 
 def _key(tensor: Tensor) -> int:

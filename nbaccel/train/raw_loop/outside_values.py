@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from nbaccel.train.raw_loop.gradient_weights import digest
 from nbaccel.train.raw_loop.node_kinds import names
 from nbaccel.train.raw_loop.trained_tensors import sums_of
 
-__all__ = ["OutsideUses", "OutsideValue", "OutsideValues", "as_text", "of_parts", "tensors_in"]
+__all__ = ["OutsideUses", "OutsideValue", "OutsideValues", "SeenMemory", "as_text", "of_parts", "tensors_in"]
 
 _RANDOM = 1
 """The bit of what was drawn meanwhile; the others are of outside values, in their order."""
@@ -65,6 +65,17 @@ class OutsideValue(NamedTuple):
     number: float
 
 
+class SeenMemory(StorageWeakRef):
+    """A tensor's memory that was seen, for as long as this process has it.
+
+    torch's own reference can be pickled, as a number: in another process its end frees whatever lies at that address,
+    and the process with it. The handle of a hook for all optimizers or modules leads to hooks of ours, and so to these.
+    """
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("memory of one process cannot be sent to another")
+
+
 @dataclass(slots=True)
 class _Seen:
     bit: int
@@ -83,7 +94,7 @@ class OutsideUses:
 
     def __init__(self, is_trained: Callable[[Tensor], bool]) -> None:
         self._is_trained = is_trained
-        self._bits: dict[int, tuple[StorageWeakRef, int]] = {}  # what a tensor's memory depends on
+        self._bits: dict[int, tuple[SeenMemory, int]] = {}  # what a tensor's memory depends on
         self._numbers: dict[float, int] = {}  # that have left torch meanwhile, or came with the batch
         self._seen: dict[str, _Seen] = {}
         self._written: dict[int, list[tuple[int, int, int]]] = {}  # stretches of outside memory, and their bits
@@ -100,7 +111,7 @@ class OutsideUses:
             else:
                 self._numbers[each] = 0
 
-    def add_memory(self, storages: Sequence[StorageWeakRef]) -> None:
+    def add_memory(self, storages: Sequence[SeenMemory]) -> None:
         """Note the memory of a batch that was handed out before, and may be computed with only now."""
         for each in storages:
             self._bits[each.cdata] = each, 0
@@ -212,7 +223,7 @@ class OutsideUses:
     def _set(self, tensor: Tensor, bits: int) -> None:
         with suppress(NotImplementedError, RuntimeError):
             storage = tensor.untyped_storage()
-            self._bits[storage._cdata] = StorageWeakRef(storage), bits
+            self._bits[storage._cdata] = SeenMemory(storage), bits
 
 
 class OutsideValues:
