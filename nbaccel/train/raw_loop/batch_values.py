@@ -340,7 +340,7 @@ class _Trace(TorchDispatchMode):
 
     def _read(self, tensor: Tensor) -> tuple[int, str]:
         found = self._marks.get(_key(tensor))
-        return (0, "") if found is None or found.storage.expired() else (found.bits, found.line)
+        return (0, "") if found is None or found.storage.has_gone() else (found.bits, found.line)
 
     def _mark(self, tensor: Tensor, bits: int, line: str) -> None:
         old, known = self._read(tensor)

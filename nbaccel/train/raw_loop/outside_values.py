@@ -72,6 +72,13 @@ class SeenMemory(StorageWeakRef):
     and the process with it. The handle of a hook for all optimizers or modules leads to hooks of ours, and so to these.
     """
 
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage)  # type: ignore[no-untyped-call]
+
+    def has_gone(self) -> bool:
+        """Return whether nothing holds this memory any more."""
+        return bool(self.expired())  # type: ignore[no-untyped-call]
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("memory of one process cannot be sent to another")
 
@@ -218,7 +225,7 @@ class OutsideUses:
             found = self._bits.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # sparse, or a subclass without memory
             return 0
-        return None if found is None or found[0].expired() else found[1]
+        return None if found is None or found[0].has_gone() else found[1]
 
     def _set(self, tensor: Tensor, bits: int) -> None:
         with suppress(NotImplementedError, RuntimeError):
