@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +64,8 @@ _LOOKS = 8
 
 _EXACT = 2**52 - 1
 """Integers up to this one are exact in a float, in which ranks send them."""
+
+_UNWATCHED = nullcontext()
 
 _LOOKED_AT = "a batch was taken and not trained on; as whole ones do not fit, it was a part, another one in each rank"
 
@@ -183,6 +185,8 @@ class BatchSplitter:
         self._gauges = self._new_gauges()
         self._cutter = Cutter(self._rank, self._world_size, self._turns)
         self._handed_parts: Counter[tuple[Any, ...]] = Counter()  # parts that were handed out, by key
+        self._losses: Counter[tuple[Any, ...]] = Counter()  # those that begin with a part, by its key
+        self._loss = 0  # the number of the present one of them; 0 if its first batch was whole
         self._of_use: set[tuple[Any, ...]] = set()  # keys of passes of which a part has trained
         self._layouts: dict[tuple[Any, ...], Layout] = {}  # by loader
         self._are_cycled: dict[tuple[Any, ...], bool] = {}  # by key
@@ -210,6 +214,7 @@ class BatchSplitter:
     def _forget_handed(self) -> None:
         self._taken: BatchesByPass = {}
         self._is_used = False  # a backward has come of what was taken
+        self._begins_loss = True  # the next batch does, after that of another one
         self._is_pending = False  # a part is handed out, and its backward has not come
         self._replay: Iterator[GivenBatches] | None = None
         self._handed: GivenBatches | None = None
@@ -302,6 +307,7 @@ class BatchSplitter:
                 this.record.append(this.record[-1] if this.record[-1:] == [handed] else handed)
             # Otherwise it is an evaluation that was left early, or a single batch that was inspected.
         self._is_used, self._is_pending = True, has_parts(still_needed(self._taken))
+        self._begins_loss = True
         if self._replay is not None:
             self.batches += 1
             self._handed = next(self._replay)
@@ -376,7 +382,7 @@ class BatchSplitter:
 
     def before(self) -> None:
         """Prepare for a draw that all ranks make alike."""
-        self._watch.end()  # workers are about to be forked
+        self._watch.step_aside()  # workers may be about to be forked
         self._streams.common()
 
     def begin_pass(self, iterator: Any, loader: Any = None) -> SharedPass:
@@ -433,6 +439,7 @@ class BatchSplitter:
             iterator._base_seed = mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
         iterator.__dict__[SHARED_PASS] = this
         self._settle()
+        self._watch.go_on()
         return this
 
     def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
@@ -475,8 +482,10 @@ class BatchSplitter:
             NotPrepared: It was the last one, and the batches of this pass were split, but not trained on.
         """
         this = self._pass_of(iterator)
-        if self._is_used or not torch.is_grad_enabled():
+        is_watched = self._watch.is_open
+        if is_watched and (self._begins_loss or not torch.is_grad_enabled()):
             self._watch.end()
+            is_watched = False
         self.refuse_passed_over()
         self.say_left_early()
         if this is not self._reported:
@@ -491,10 +500,11 @@ class BatchSplitter:
         if is_split and this.sliced_from is None:
             this.sliced_from = this.gauge.taken
         try:
-            if this.is_map or self._mode == SPLIT:
-                batch, is_apart = real(iterator), False
-            else:
-                batch, is_apart = self._next_own(this, lambda: real(iterator), is_split)
+            with self._watch.paused() if is_watched else _UNWATCHED:  # a sampler draws numbers
+                if this.is_map or self._mode == SPLIT:
+                    batch, is_apart = real(iterator), False
+                else:
+                    batch, is_apart = self._next_own(this, lambda: real(iterator), is_split)
         except StopIteration:
             self._end_pass(this, iterator)
             raise
@@ -515,18 +525,8 @@ class BatchSplitter:
                 count = samples_of_batch(batch, 0, this.is_collated, this.batch_size).count
                 label = Label(label.is_apart, count, count)
         self._note_taken(this, label)
-        handed = self._handed_parts[this.key] if label.is_apart else 0
-        if self._is_to_be_watched(this, label):
-            self._watches_next = False
-            self._watch.begin(batch, label.rows)
-        elif handed and not handed & (handed - 1) and self._mode == SPLIT and torch.is_grad_enabled():
-            self._watch.begin(batch, label.rows, marks=False)
-        elif handed and not handed & (handed + 1):
-            self._watch.remember(batch)
-        elif this.taken >= REMEMBERED and not handed:
-            self._watch.end()
-        if self._watch.is_open:
-            self._watch.add(batch)
+        if torch.is_grad_enabled():
+            self._watch_from(this, batch, label, is_watched)
         return batch
 
     def note_passed(self, iterator: Any) -> None:
@@ -540,10 +540,31 @@ class BatchSplitter:
 
     # -- parts of it
 
+    def _watch_from(self, this: SharedPass, batch: Any, label: Label, is_open: bool) -> None:
+        """Watch what is computed of a batch, if it is to be.
+
+        Several batches may make one loss, and what it uses from outside may meet any of them: losses are counted, not
+        batches, and watched from the first batch after the backward of another one.
+        """
+        begins, self._begins_loss = self._begins_loss, False
+        if begins:
+            self._losses[this.key] += label.is_apart
+            self._loss = self._losses[this.key] if label.is_apart and self._mode == SPLIT else 0
+        is_marked = self._is_to_be_watched(this, label) or (is_open and self._watch.is_on and label.rows > 1)
+        if is_marked or (self._loss and not self._loss & (self._loss - 1)):
+            self._watches_next = self._watches_next and not is_marked
+            self._watch.begin(batch, label.rows, is_marked)
+        elif self._loss and not self._loss & (self._loss + 1):
+            self._watch.remember(batch, anew=begins)
+        elif is_open and this.taken >= REMEMBERED and not label.is_apart:
+            self._watch.end()
+        elif is_open:
+            self._watch.add(batch)
+
     def _is_to_be_watched(self, this: SharedPass, label: Label) -> bool:
         """Return whether to watch a batch: those before a loop's first backward, and a part whose loss may be new."""
         is_wanted = self._watches_next or (this.key not in self._trained and this.taken < REMEMBERED)
-        may_train = this.may_split and torch.is_grad_enabled() and self._training.is_training()
+        may_train = this.may_split and self._training.is_training()
         return is_wanted and may_train and self._mode == SPLIT and label.rows > 1 and this.key not in self._whole
 
     def _pass_of(self, iterator: Any) -> SharedPass:

@@ -3,8 +3,10 @@
 A loss whose samples are weighed by ``s / s.sum()``, standardised by their mean, or picked by ``ce > ce.mean()`` is no
 sum over samples, and its graph does not show it: such a value has no graph, or only its number is used. So the
 operations of a loop's first batches are watched, down to those of torch itself. A tensor that was reduced over the
-samples is `MIXED`; what is computed of its number, and not of its graph, is `HIDDEN`. Graphs themselves are read by
-`terms` and `sample_independence`, and a count that divides a loss by `gradient_weights`.
+samples is `MIXED`; what is computed of its number, and not of its graph, is `HIDDEN`. What is computed of some samples
+that were picked by their place, such as ``x[:10]`` or a chunk, is `PICKED`: a part of the batch has others there, and
+fewer. Graphs themselves are read by `terms` and `sample_independence`, and a count that divides a loss by
+`gradient_weights`.
 
 What leaves torch is followed by its value only: ``.item()`` that comes back as a number or in a small new tensor.
 What enters a loss from outside of its batch is followed by `outside_values`, in these batches and in some later ones.
@@ -30,9 +32,9 @@ from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValues, Se
 
 __all__ = ["BatchWatch"]
 
-BATCH, ONE, MIXED, COUNT, HIDDEN = 1, 2, 4, 8, 16
+BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED = 1, 2, 4, 8, 16, 32
 """Marks of a tensor: it depends on the batch; on single samples only; it was reduced over samples; it is a sum of
-samples that has no graph, such as a count; it depends on the number of a `MIXED` one."""
+samples that has no graph, such as a count; it depends on the number of a `MIXED` one; on samples picked by place."""
 
 _REDUCING = names(
     "sum nansum mean prod amax amin max min aminmax median nanmedian mode kthvalue std var std_mean var_mean norm "
@@ -44,6 +46,7 @@ _COLLECTED = names("scatter_add scatter_add_ scatter_reduce scatter_reduce_ inde
 _SUMS = names("sum nansum count_nonzero")
 _KEEP_COUNTS = names("clamp clamp_ clamp_min clamp_min_ maximum mul mul_ add add_ _to_copy clone")
 _JOINING = names("cat stack")
+_PICKING = names("index index_select gather take _unsafe_index embedding")
 _NEW = names("lift_fresh full scalar_tensor new_full fill fill_")
 _MOST_NEW = 4096
 _LONGEST_LINE = 60
@@ -88,6 +91,7 @@ class BatchWatch:
             self._trace = _Trace(marks, OutsideUses(self._is_trained))
             self._trace.outside.add_memory(self._before)
             self._trace.__enter__()  # type: ignore[no-untyped-call]
+        self._trace.marks = self._trace.marks or marks
         self._trace.add(batch, rows)
         self.remember(batch)
 
@@ -96,9 +100,13 @@ class BatchWatch:
         if self._trace is not None:
             self._trace.outside.add(batch)
 
-    def remember(self, batch: Any) -> None:
-        """Note the batch before one that is to be watched: loops that fetch ahead compute with it then."""
-        self._before = []
+    def remember(self, batch: Any, anew: bool = True) -> None:
+        """Note the batch before one that is to be watched: loops that fetch ahead compute with it then.
+
+        Args:
+            anew: Forget others.
+        """
+        self._before = [] if anew else self._before
         for each in tensors_in(batch):
             with suppress(NotImplementedError, RuntimeError):
                 if isinstance(each, Tensor):
@@ -128,11 +136,22 @@ class BatchWatch:
             if self._trace is trace:
                 trace.__enter__()  # type: ignore[no-untyped-call]
 
+    def step_aside(self) -> None:
+        """Do not watch what is done until `go_on`."""
+        if self._trace is not None and self._trace.is_at_work:
+            _leave(self._trace)
+            self._trace.is_at_work = False
+
+    def go_on(self) -> None:
+        """Watch again, after `step_aside`."""
+        if self._trace is not None and not self._trace.is_at_work:
+            self._trace.is_at_work = True
+            self._trace.__enter__()  # type: ignore[no-untyped-call]
+
     def obstacle(self, roots: Sequence[Tensor]) -> str:
         """Return which value of the whole batch enters one of the losses `roots`; "" where none is known."""
         trace = self._trace if self.is_on else None
-        found = "" if trace is None else next((line for root in roots if (line := trace.hidden_in(root))), "")
-        return found and f"its loss uses a number of the whole batch ({found})"
+        return "" if trace is None else next((text for root in roots if (text := trace.obstacle_in(root))), "")
 
 
 def _may_watch() -> bool:
@@ -165,12 +184,34 @@ class _Mark(NamedTuple):
     Args:
         line: The line of the program that made it `MIXED`.
         extent: How many of its numbers are the batch's, or an operation's result.
+        samples: Where its samples are, if they are all there.
     """
 
     storage: SeenMemory
     bits: int
     line: str
     extent: int
+    samples: _Samples | None = None
+
+
+class _Samples(NamedTuple):
+    """The samples in the memory of a tensor: where the first one begins, how far they are apart, how many they are."""
+
+    start: int
+    apart: int
+    rows: int
+
+    def touched_by(self, view: Tensor) -> int:
+        """Return how many of the samples a view of this memory has numbers of."""
+        inside, rows = (view.storage_offset() - self.start) % self.apart, {0}
+        for length, step in zip(view.shape, view.stride(), strict=True):
+            if step % self.apart:
+                inside += (length - 1) * step
+            elif step:
+                places = range(min(length, self.rows))
+                rows = {(row + place * (step // self.apart)) % self.rows for row in rows for place in places}
+        further = range(min(inside // self.apart + 1, self.rows))
+        return len({(row + more) % self.rows for row in rows for more in further})
 
 
 class _Trace(TorchDispatchMode):
@@ -182,6 +223,7 @@ class _Trace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.marks = marks
         self.outside = outside
+        self.is_at_work = True
         self._rows: set[int] = set()
         self._marks: dict[int, _Mark] = {}  # by storage
         self._left: dict[float, str] = {}  # numbers that have left torch, with the line they are of
@@ -199,10 +241,12 @@ class _Trace(TorchDispatchMode):
             if isinstance(tensor, Tensor) and self._axis(tensor.shape) is not None:
                 self._mark(tensor, BATCH, "")
 
-    def hidden_in(self, tensor: Tensor) -> str:
-        """Return the line of the value of the batch that `tensor` depends on; "" if it depends on none."""
+    def obstacle_in(self, tensor: Tensor) -> str:
+        """Return the value of the batch that `tensor` depends on, with its line; "" if it depends on none."""
         bits, line = self._read(tensor)
-        return line or "a statistic" if bits & HIDDEN else ""
+        if bits & HIDDEN:
+            return f"its loss uses a number of the whole batch ({line or 'a statistic'})"
+        return f"samples that are picked by their place in the batch ({line})" if bits & PICKED else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         bits, name = 0, func._schema.name.partition("::")[2]
@@ -235,7 +279,11 @@ class _Trace(TorchDispatchMode):
         line = hidden or next((each[2] for each in marked if each[2]), "")
         has_graph = torch.is_grad_enabled() and any(each.is_floating_point() for each in results) and name != "detach"
         bits |= self._own_bits(func, name, args, kwargs, marked, results)
-        if bits & MIXED and not line:
+        along = (_dims_of(func, args, kwargs) or [0])[0]
+        is_joined = name in _JOINING and results[0].shape[along] in self._rows
+        if not is_joined and (any(its & PICKED for _, its, _ in marked) or self._picks(name, args, marked, results)):
+            bits |= PICKED
+        if bits & (MIXED | PICKED) and not line:
             line = _users_line()
         for at, (tensor, its, _) in enumerate(marked):
             bits |= its & HIDDEN
@@ -291,6 +339,17 @@ class _Trace(TorchDispatchMode):
             return is_along and results[0].shape[0] not in self._rows
         return False
 
+    def _picks(
+        self, name: str, args: Any, marked: Sequence[tuple[Tensor, int, str]], results: Sequence[Tensor]
+    ) -> bool:
+        """Return whether an operation takes samples by numbers that do not depend on them."""
+        if name not in _PICKING or len(marked) != 1:
+            return False
+        (tensor, *_), shape = marked[0], results[0].shape
+        at = next((at for at, length in enumerate(tensor.shape) if length in self._rows), len(shape))
+        is_known = self._marks[_key(tensor)].samples is not None and any(each is tensor for each in args[:2])
+        return is_known and at < len(shape) and shape[at] not in self._rows
+
     def _covers(self, tensor: Tensor, dims: Sequence[int] | None) -> bool:
         """Return whether `dims` of a tensor, or all of it for None, contain several samples."""
         if not tensor.ndim or tensor.numel() < 2:
@@ -340,13 +399,28 @@ class _Trace(TorchDispatchMode):
 
     def _read(self, tensor: Tensor) -> tuple[int, str]:
         found = self._marks.get(_key(tensor))
-        return (0, "") if found is None or found.storage.has_gone() else (found.bits, found.line)
+        if found is None or found.storage.has_gone():
+            return 0, ""
+        samples, has_fewer = found.samples, 0 < tensor.numel() < found.extent
+        # Of a tensor with a graph, `sample_independence` finds it: recurrent cells take fewer samples on purpose.
+        if samples is not None and has_fewer and not tensor.requires_grad and samples.touched_by(tensor) < samples.rows:
+            return found.bits | PICKED, found.line
+        return found.bits, found.line
 
     def _mark(self, tensor: Tensor, bits: int, line: str) -> None:
         old, known = self._read(tensor)
         storage = tensor.untyped_storage()
-        extent = max(tensor.numel(), self._marks[storage._cdata].extent if old else 0)
-        self._marks[storage._cdata] = _Mark(SeenMemory(storage), bits | old, known or line, extent)
+        extent, samples = tensor.numel(), self._samples_of(tensor) if bits & ~COUNT == BATCH else None
+        if old:
+            extent, samples = max(extent, self._marks[storage._cdata].extent), self._marks[storage._cdata].samples
+        self._marks[storage._cdata] = _Mark(SeenMemory(storage), bits | old, known or line, extent, samples)
+
+    def _samples_of(self, tensor: Tensor) -> _Samples | None:
+        """Return where the samples of a new tensor are; None if no dimension has their number."""
+        at = next((at for at, length in enumerate(tensor.shape) if length in self._rows), None)
+        if at is None or not tensor.stride(at):
+            return None
+        return _Samples(int(tensor.storage_offset()), tensor.stride(at), tensor.shape[at])
 
 
 def _key(tensor: Tensor) -> int:

@@ -94,6 +94,95 @@ OF_THE_WHOLE = [
 ]  # fmt: skip
 
 
+# Samples picked by their place in the batch
+
+
+def first_samples(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x[:4], t[:4]).mean()
+
+
+def head_and_tail(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    half = len(x) // 2
+    return one_by_one(model, x[:half], t[:half]).mean() + 0.3 * model(x[half:]).abs().mean()
+
+
+def halves(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return sum(one_by_one(model, *each).mean() for each in zip(x.chunk(2), t.chunk(2), strict=True))  # type: ignore[return-value]
+
+
+def thirds(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    parts = zip(torch.tensor_split(x, 3), torch.tensor_split(t, 3), strict=True)
+    return sum(one_by_one(model, *each).mean() for each in parts)  # type: ignore[return-value]
+
+
+def every_second(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x.float()[::2].to(x), t[::2]).mean()
+
+
+def every_fifth(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x[::5], t[::5]).mean()  # the first and the last one among them
+
+
+def neighbours(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x.narrow(0, 0, len(x) - 1), t[1:]).mean()
+
+
+def one_sample(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x[0:1], t[0]).mean()
+
+
+def some_of_a_list(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, torch.stack(x.unbind(0)[:4]), torch.stack(t.unbind(0)[:4])).mean()
+
+
+def by_numbers(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    picked = torch.arange(0, len(x) * 2 // 3)
+    return one_by_one(model, x[picked], t.index_select(0, picked)).mean()
+
+
+def groups(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x.view(2, -1, 4)[1], t.unfold(0, len(t) // 2, len(t) // 2)[1]).mean()
+
+
+def changed_in_half(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    x = x.clone()
+    x[: len(x) // 2] *= 0.5
+    return one_by_one(model, x, t).mean()
+
+
+def by_numbers_of_squares(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    squares = x.new_ones(len(x), 2, len(x)) * x[:, :1, None]  # as long as the batch in another dimension, too
+    some = torch.cat([squares[:2], squares[torch.arange(1)]])
+    return one_by_one(model, some.flatten(1)[:, :4], t[:3]).mean()
+
+
+PICKED = [
+    first_samples, head_and_tail, halves, thirds, every_second, every_fifth, neighbours, one_sample, some_of_a_list,
+    by_numbers, by_numbers_of_squares, groups, changed_in_half,
+]  # fmt: skip
+
+
+def chunks_that_are_joined(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return (torch.cat([model(each) for each in x.split(5)]).squeeze(1) - t).square().mean()
+
+
+def picked_by_their_values(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    high = (t > 0.1).nonzero().squeeze(1)
+    return one_by_one(model, x[high], t[high]).mean()
+
+
+def in_another_order(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    order = torch.arange(len(x) - 1, -1, -1)
+    return one_by_one(model, x[order], t.flip(0)).mean()
+
+
+def columns(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    shown = x[:3] + 1
+    assert len(shown) == 3
+    x = torch.cat([x[:, 2:], x.t()[:2].t()], 1)
+    return one_by_one(model, torch.stack([x[:, 0], x.select(1, 1), x[:, 2], x[:, 3:].flatten()], 1), t).mean()
+
+
 def masked_mean(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     mask = (t > 0.1).to(x)
     return (one_by_one(model, x, t) * mask).sum() / mask.sum().clamp(min=1)
@@ -124,6 +213,7 @@ def weights_of_the_program(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
 
 OF_SAMPLES = [
     masked_mean, sorted_by_length, standardised_sample_by_sample, metrics_beside_it, weights_of_the_program,
+    chunks_that_are_joined, picked_by_their_values, in_another_order, columns,
 ]  # fmt: skip
 
 
@@ -148,6 +238,11 @@ def obstacle(loss: Loss) -> str:
 @pytest.mark.parametrize("loss", OF_THE_WHOLE, ids=lambda loss: loss.__name__)
 def test_a_number_of_the_whole_batch_in_a_loss_is_found(loss: Loss) -> None:
     assert obstacle(loss).startswith("its loss uses a number of the whole batch (")
+
+
+@pytest.mark.parametrize("loss", PICKED, ids=lambda loss: loss.__name__)
+def test_samples_that_are_picked_by_their_place_are_found(loss: Loss) -> None:
+    assert obstacle(loss).startswith("samples that are picked by their place in the batch (")
 
 
 @pytest.mark.parametrize("loss", OF_SAMPLES, ids=lambda loss: loss.__name__)
@@ -201,7 +296,9 @@ def _in_a_rank(loss: Loss) -> tuple[list[float], bool]:
     [
         (divided_by_their_sum, False),
         (masked_mean, True),
-        *(pytest.param(loss, False, marks=pytest.mark.full) for loss in OF_THE_WHOLE[1:]),
+        (thirds, False),
+        (chunks_that_are_joined, True),
+        *(pytest.param(loss, False, marks=pytest.mark.full) for loss in [*OF_THE_WHOLE[1:], *PICKED]),
         *(pytest.param(loss, True, marks=pytest.mark.full) for loss in OF_SAMPLES[1:]),
     ],
 )
@@ -231,3 +328,41 @@ _SEEN: list[float] = []
 def test_such_a_loss_that_comes_when_batches_are_split_is_an_error_at_its_second_step() -> None:
     with pytest.raises(RanksFailed, match=r"its loss uses a number of the whole batch \(return \(t / t\.mean"):
         run_ranks(2, _in_a_rank, _later_by_their_sum)
+
+
+def _micro_batches() -> list[float]:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 4), torch.rand(24))
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, t in DataLoader(data, batch_size=8):
+            optimizer.zero_grad()
+            for xs, ts in zip(x.split(5), t.split(5), strict=True):
+                (one_by_one(model, xs, ts).mean() / 2).backward()
+            optimizer.step()
+    return [*model.weight.flatten().tolist(), *model.bias.tolist()]
+
+
+def _micro_batches_in_a_rank() -> tuple[list[float], bool]:
+    torch.set_default_dtype(torch.float64)
+    watch = RawLoopTraining(World.from_env(), RunSettings())
+    watch.begin(None)
+    try:
+        weights = _micro_batches()
+        watch.end()
+    finally:
+        watch.stop()
+    return weights, watch.has_split
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_backward_for_each_of_uneven_chunks_trains_as_in_one_process(world_size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = _micro_batches()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for weights, was_split in run_ranks(world_size, _micro_batches_in_a_rank):
+        assert not was_split
+        assert weights == pytest.approx(expected, rel=1e-12, abs=1e-12)

@@ -143,20 +143,90 @@ def memory_after_some_steps() -> list[float]:
 
 
 def memory_that_is_written_before_it_is_used() -> list[float]:
-    memory, place = torch.zeros(64), 0
+    memory = torch.zeros(64)
 
     def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
-        nonlocal place
-        memory[place : place + 4] = out.detach()[:4]
-        place = (place + 4) % 64
+        high = out.detach()[t > 0]
+        memory[: len(high)] = high
         return F.mse_loss(out, t) + 0.1 * (out[:, None] - memory).square().mean()
 
     return _fit(loss)
 
 
+def _fit_on_two(
+    other: Callable[[], Iterator[Any]] | None, step: Callable[[nn.Module, Any, Any], Tensor], rounds: int = 16
+) -> list[float]:
+    """Train by losses of two batches each, the second one of `other`, or of the same loader."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = _forever(DataLoader(_data(), batch_size=ROWS, shuffle=True))
+    others = batches if other is None else other()
+    for _ in range(rounds):
+        optimizer.zero_grad()
+        step(model, batches, others).backward()
+        optimizer.step()
+    return [each for parameter in model.parameters() for each in parameter.flatten().tolist()]
+
+
+def _forever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+class _Baseline:
+    """A running mean of the first of two batches, used before the second one is taken."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+    def __call__(self, model: nn.Module, batches: Any, others: Any) -> Tensor:
+        x, t, _ = next(batches)
+        first = F.mse_loss(model(x).squeeze(1) - self.mean, t)
+        self.mean = 0.9 * self.mean + 0.1 * x.mean().item()
+        x, t, _ = next(others)
+        return first + F.mse_loss(model(x).squeeze(1), t)
+
+
+def mean_of_the_first_of_two_batches() -> list[float]:
+    return _fit_on_two(None, _Baseline())
+
+
+def mean_of_the_first_of_two_loaders() -> list[float]:
+    return _fit_on_two(lambda: _forever(DataLoader(_data(), batch_size=8)), _Baseline())
+
+
+def mean_of_the_first_of_unequal_loaders() -> list[float]:
+    short = TensorDataset(*(tensor[:40] for tensor in _data().tensors))
+    return _fit_on_two(lambda: _forever(DataLoader(short, batch_size=8, shuffle=True)), _Baseline())
+
+
+def mean_of_the_first_beside_a_new_iterator_each_time() -> list[float]:
+    loader = DataLoader(_data(), batch_size=8, shuffle=True)
+    return _fit_on_two(lambda: (next(iter(loader)) for _ in range(16)), _Baseline())
+
+
+def mean_of_a_batch_by_two_losses() -> list[float]:
+    torch.manual_seed(0)
+    maker, judge, mean = nn.Linear(3, 5), nn.Linear(5, 1), 0.0
+    of_maker, of_judge = torch.optim.SGD(maker.parameters(), lr=0.1), torch.optim.SGD(judge.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, *_ in DataLoader(_data(), batch_size=ROWS):
+            of_judge.zero_grad()
+            (F.softplus(-judge(x)).mean() + F.softplus(judge(maker(x[:, :3]).detach())).mean()).backward()
+            of_judge.step()
+            of_maker.zero_grad()
+            (F.softplus(-judge(maker(x[:, :3]))) + mean).mean().mul(1 + 0.1 * mean).backward()
+            of_maker.step()
+            mean = 0.9 * mean + 0.1 * x.mean().item()
+    return [each for model in (maker, judge) for p in model.parameters() for each in p.flatten().tolist()]
+
+
 STATEFUL = [
     moving_baseline, attribute_of_a_module, bank_of_predictions, list_of_weights, running_limit, loss_over_its_average,
-    memory_after_some_steps, memory_that_is_written_before_it_is_used,
+    memory_after_some_steps, memory_that_is_written_before_it_is_used, mean_of_the_first_of_two_batches,
+    mean_of_the_first_of_two_loaders, mean_of_the_first_of_unequal_loaders,
+    mean_of_the_first_beside_a_new_iterator_each_time, mean_of_a_batch_by_two_losses,
 ]  # fmt: skip
 
 
@@ -282,6 +352,14 @@ def fetched_ahead() -> list[float]:
     return [each for parameter in model.parameters() for each in parameter.flatten().tolist()]
 
 
+def two_batches_for_each_loss() -> list[float]:
+    def step(model: nn.Module, batches: Any, others: Any) -> Tensor:
+        (x, t, _), (x2, t2, _) = next(batches), next(others)
+        return F.mse_loss(model(x).squeeze(1), t) + 0.5 * F.mse_loss(model(x2).squeeze(1), t2)
+
+    return _fit_on_two(None, step)
+
+
 STATELESS = [
     mixed_by_random,
     share_of_the_samples,
@@ -289,6 +367,7 @@ STATELESS = [
     average_of_the_whole_loss,
     sizes_of_the_part,
     fetched_ahead,
+    two_batches_for_each_loss,
 ]
 
 
@@ -320,7 +399,8 @@ def _in_one_process(program: Callable[[], list[float]]) -> list[float]:
 def _cases(programs: list[Callable[[], list[float]]]) -> Iterator[Any]:
     for at, program in enumerate(programs):
         for world_size in (2, 3):
-            marks = [] if at == 0 and world_size == 2 else [pytest.mark.full]
+            is_for_two = "mean_of_the_first" in program.__name__
+            marks = [] if (at == 0 or is_for_two) and world_size == 2 else [pytest.mark.full]
             yield pytest.param(program, world_size, marks=marks, id=f"{program.__name__}-{world_size}")
 
 
