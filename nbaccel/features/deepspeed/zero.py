@@ -315,8 +315,9 @@ class ZeroPartitioned(Strategy):
         if not self._is_due:
             return None, True
         self._changes.before_step()
-        self._reduced.compare()
+        self._reduced.begin_step()
         engine.take_step()
+        self._reduced.end_step()
         partitions.zero_gradients(engine)  # what the next window does not use would move by them again
         self._is_due = self._has_gradients = False
         if self._statistics and self.world.is_distributed:  # rank 0's, as under DDP

@@ -20,6 +20,7 @@ _TRAINING = Training(batches=40, width=64)
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": 1,
+    "gradient_clipping": 0.0,  # by default DeepSpeed clips
     "zero_optimization": {"stage": 2},
     "zero_allow_untested_optimizer": True,
     "steps_per_print": 10**9,

@@ -269,6 +269,16 @@ def _branches_by_rank(accelerator: Accelerator) -> dict[str, Tensor]:
     return _trained(accelerator, takes=lambda accelerator: ("side", "other")[accelerator.process_index])
 
 
+def _branches_by_rank_later(accelerator: Accelerator) -> dict[str, Tensor]:
+    steps = iter(range(6))
+
+    def takes(accelerator: Accelerator) -> str:
+        number = next(steps)
+        return ("side", "other")[number % 2 if number < 4 else accelerator.process_index]
+
+    return _trained(accelerator, takes=takes)
+
+
 def _states_are_read(accelerator: Accelerator) -> dict[str, Tensor]:
     plain = Net()
     _, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
@@ -288,6 +298,10 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "add_param_group": (_grown, "add_param_group after prepare"),
     "torch's clipping": (_clipped_by_torch, "accelerator.clip_grad_norm_(model.parameters(), max_norm)"),
     "branches by rank": (_branches_by_rank, "the ranks have used different parts of the model in this step"),
+    "branches by rank, later": (
+        _branches_by_rank_later,
+        "the ranks have used different parts of the model in this step",
+    ),
     "optimizer.state_dict": (_states_are_read, "accelerator.save_state(folder) saves them whole"),
     "float64": (_doubles, "would change the type of 8 parameters, first.weight (float64)"),
 }

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from nbaccel import Accelerator, DeepSpeedPlugin, LocalSGD, testing
+from nbaccel.features.deepspeed.native_build import import_deepspeed
+from nbaccel.features.deepspeed.partitions import join_group
 from nbaccel.utils import DummyOptim, DummyScheduler, find_executable_batch_size
 
 pytestmark = [
@@ -93,6 +95,40 @@ def test_every_gradient_is_in_one_step_as_in_one_process(stage: int, fields: dic
     for name, wanted in alone.items():
         for key, value in wanted.items():
             torch.testing.assert_close(found[name][key], value, msg=f"{name}, {key}", atol=1e-6, rtol=1e-5)
+
+
+def _exchanges(stage: int, by_hand: bool) -> dict[str, int]:
+    """Return the collectives of a rank's third step."""
+    warnings.simplefilter("ignore")  # of what DeepSpeed imports
+    plain = Branches()
+    optimizer: Any = torch.optim.SGD(plain.parameters(), lr=0.1)
+    if by_hand:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        deepspeed = import_deepspeed(torch.device("cpu"))
+        join_group(Accelerator(cpu=True).world)
+        engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer, config=config, dist_init_required=False)
+        model, backward, step = engine, engine.backward, engine.step
+    else:
+        accelerator = Accelerator(cpu=True, **_zero(stage))
+        model, optimizer = accelerator.prepare(plain, optimizer)
+        backward, step = accelerator.backward, optimizer.step
+    for _ in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            backward(model(ONES).square().mean())
+            step()
+            optimizer.zero_grad()
+    return {each.key: each.count for each in seen.key_averages() if each.key.startswith("c10d::")}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_exchanges_no_more_than_the_engine_by_hand(stage: int) -> None:
+    by_hand, *_ = run_ranks(2, lambda: _exchanges(stage, True))
+    assert sum(by_hand.values()) >= 3
+    assert run_ranks(2, lambda: _exchanges(stage, False)) == [by_hand, by_hand]
 
 
 def _said(call: Callable[[], Any]) -> str:
