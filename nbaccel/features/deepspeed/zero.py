@@ -21,9 +21,10 @@ from torch.distributed import barrier, broadcast
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from nbaccel.base.events import CollectiveEntered, emit
 from nbaccel.base.task_end import before_results_leave
 from nbaccel.base.world import World
-from nbaccel.errors import CannotSplit, NotPrepared
+from nbaccel.errors import CannotSplit, CollectiveMismatch, NotPrepared
 from nbaccel.features.deepspeed import partitions
 from nbaccel.features.deepspeed.ds_config import filled
 from nbaccel.features.deepspeed.facts import Facts
@@ -35,6 +36,7 @@ from nbaccel.features.deepspeed.program_changes import NotAtTheEnd, ProgramChang
 from nbaccel.features.deepspeed.reduced_parts import ReducedParts
 from nbaccel.train.checkpoint.model_weights import with_tied
 from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.step.gradient_buckets import running_statistics
 from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import Handlers
@@ -395,10 +397,12 @@ class ZeroPartitioned(Strategy):
     def state_dict(self, model: Module) -> dict[str, Any]:
         if not self._is_engine(model):
             return super().state_dict(model)
+        self._meet("get_state_dict or save_state")
         return partitions.whole_model(self._engine, self._in_full, self.world.is_local_main_process)
 
     def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
         if self._is_engine(model):
+            self._meet("load_state or load_state_dict")
             partitions.load_whole_model(self._engine, self._in_full, state, options.get("strict", True))
         else:
             super().load_state_dict(model, with_tied(self.unwrap(model), state), **options)
@@ -406,6 +410,7 @@ class ZeroPartitioned(Strategy):
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         if optimizer is not self._optimizer:
             return super().optimizer_state_dict(optimizer)
+        self._meet("save_state")
         return partitions.whole_optimizer(self._engine, self._groups, self.world.is_main_process)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -427,10 +432,29 @@ class ZeroPartitioned(Strategy):
         """Make the trained model and its optimizer whole and plain on every rank. Collective."""
         if self._engine is None or self._optimizer is None:
             return
+        self._meet("the end of the training")
         self._end_watching()
         new = partitions.dissolve(self._engine, self._optimizer, self._groups, self._in_full)
         self._set_aside = [new[id(parameter)] for parameter in self._set_aside]
         self._let_go()
+
+    def _meet(self, call: str) -> None:
+        """Wait for every rank to come here: the engine's exchanges that follow would take anything for their own.
+
+        Raises:
+            CollectiveMismatch: A rank does something else.
+        """
+        if not self.world.is_distributed:
+            return
+        emit(CollectiveEntered(call))
+        calls = process_group.exchange.all(call, call)
+        if len(set(calls)) > 1:
+            sides = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(calls))
+            raise CollectiveMismatch(
+                f"the ranks met in different calls, and DeepSpeed gathers its pieces from all of them; nothing was "
+                f"exchanged.\n{sides}\n  Every rank must make the same calls: one under `if is_main_process` belongs "
+                "outside of it."
+            )
 
     def _end_watching(self) -> None:
         for hook in self._hooks:

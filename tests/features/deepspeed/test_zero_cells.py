@@ -109,6 +109,23 @@ def test_an_error_of_one_rank_is_named_and_nothing_is_left(notebook: Any) -> Non
     assert notebook.names["steps"] == 6
 
 
+@pytest.mark.parametrize(
+    ("in_loop", "after", "says"),
+    [
+        ("pass", "accelerator.is_main_process and accelerator.save_state({folder!r})", "is in another collective"),
+        ("accelerator.is_main_process and steps == 2 and accelerator.save_state({folder!r})", "", "out of step"),
+    ],
+)
+def test_a_save_in_one_rank_alone_is_named(notebook: Any, in_loop: str, after: str, says: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    notebook.run(MAKES)
+    training = TRAINS.format(stage=2, in_loop=in_loop.format(folder=folder)) + after.format(folder=folder)
+    cell = notebook.run(f"%%accelerate -n 2 --cpu --out steps\n{training}")
+    assert says in str(cell.error)
+    assert "if is_main_process`" in str(cell.error) or "if accelerator.is_main_process`" in str(cell.error)
+    assert not list(tmp_path.glob("checkpoint*"))
+
+
 def test_a_killed_rank_is_named_and_nothing_is_left(notebook: Any) -> None:
     notebook.run(MAKES)
     killed = "accelerator.process_index == 1 and steps == 2 and os.kill(os.getpid(), 9)"
