@@ -372,11 +372,22 @@ for a, b in DataLoader(TensorDataset(x[:64], y[:64]), batch_size=16):
 """
 
 
-def test_a_loop_that_cuts_its_batches_by_itself_starts_again_with_whole_ones(kernel: RealKernel, start: str) -> None:
-    """A larger part has more backwards, so that the ranks are at different steps after the first ones."""
+def test_a_loop_that_cuts_its_batches_by_itself_has_whole_ones(kernel: RealKernel, start: str) -> None:
     expected = plain(kernel, loop=CUTS_ITS_BATCHES)
     kernel.do(SETUP)
     cell = kernel.do(accelerate(CUTS_ITS_BATCHES, start))
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+    assert "the same work: samples that are picked by their place in the batch (loss = nn.functional.mse" in cell.text
+    assert "started again" not in cell.text
+
+
+def test_a_loop_that_cuts_its_batches_unseen_starts_again_with_whole_ones(kernel: RealKernel) -> None:
+    """A larger part has more backwards, so that the ranks are at different steps after the first ones."""
+    unseen = "((torch.tensor(a.tolist()[at:at + 4]).to(a), torch.tensor(b.tolist()[at:at + 4]).to(b))"
+    loop = CUTS_ITS_BATCHES.replace("zip(a.split(4), b.split(4))", f"{unseen} for at in range(0, len(a), 4))")
+    expected = plain(kernel, loop=loop)
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(loop))
     assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
     assert cell.text.count("started again with whole batches in each of 2 ranks, the same work") == 1
 
