@@ -15,12 +15,14 @@ import torch.distributed as dist
 from nbaccel.base.events import Waiting, emit
 from nbaccel.base.quantities import numbers_in_order
 from nbaccel.errors import PeerFailed
+from nbaccel.train.distributed.callers import warn_user
 
 __all__ = ["StoreExchange"]
 
 _GLANCE_S = 0.0005
 _LONGEST_GLANCE_S = 0.01
 _LOOK_UP_S = 0.5
+_SAID_AFTER_S = 5.0
 
 
 class StoreExchange:
@@ -38,8 +40,22 @@ class StoreExchange:
         self._limit_s = (timeout or dist.default_pg_timeout).total_seconds()
         self._count = 0
 
+    def lay(self, text: str) -> None:
+        """Begin an exchange with this rank's text: its peers can read it. `texts` ends it."""
+        self._count += 1
+        self._store.set(f"{self._count}/{self._rank}", text)
+
+    def has_laid(self, rank: int) -> bool:
+        """Return whether a peer has begun the present exchange."""
+        return bool(self._store.check([f"{self._count}/{rank}"]))
+
     def all(self, text: str, call: str) -> list[str]:
-        """Return the texts of all ranks. Every rank calls it.
+        """Return the texts of all ranks, see `texts`. Every rank calls it."""
+        self.lay(text)
+        return self.texts(call)
+
+    def texts(self, call: str) -> list[str]:
+        """Return the texts of all ranks, of the exchange that was begun last.
 
         The wait ends with the texts of all peers; by an interrupt, or a receiver of `Waiting` that knows that a peer
         will never come; and by the time limit of the group's collectives, since a rank that is stuck has no other.
@@ -50,16 +66,17 @@ class StoreExchange:
         Raises:
             PeerFailed: A peer did not come in time.
         """
-        self._count += 1
         keys = [f"{self._count}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], text)
         began = time.monotonic()
-        glance_s, due_s = _GLANCE_S, _LOOK_UP_S
+        glance_s, due_s, is_said = _GLANCE_S, _LOOK_UP_S, False
         while not self._store.check(keys):
             waited_s = time.monotonic() - began
             if waited_s > due_s:
                 due_s += _LOOK_UP_S
                 emit(Waiting(call, waited_s))
+            if waited_s > _SAID_AFTER_S and not is_said:
+                is_said = True
+                warn_user(f"rank {self._rank} of {self._world_size} waits in {call}, until every rank has come there")
             if waited_s > self._limit_s:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise PeerFailed(

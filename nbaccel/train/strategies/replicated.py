@@ -25,7 +25,8 @@ from nbaccel.base.task_end import before_results_leave
 from nbaccel.errors import CollectiveMismatch
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.distributed.transport import collective_counter
+from nbaccel.train.distributed.store_exchange import StoreExchange
+from nbaccel.train.distributed.transport import collective_counter, group_timeout
 from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import DDPCommunicationHookType
@@ -37,11 +38,6 @@ __all__ = ["Reduction", "Replica", "Replicated", "living_modules"]
 _NO_BUFFERS = "!tensors.empty() INTERNAL ASSERT"
 """In DDP's error, before it sends anything, for a model that has lost its last buffers: `prune.remove` takes masks, and
 leaves the parameter that the reducer knows, under another name."""
-
-_PATIENCE_S = 45.0
-"""Seconds to wait for ranks that register the same buffer in the same place of the program."""
-
-_POLL_S = 0.02
 
 _SHOWN = 4
 """Names in an error."""
@@ -195,20 +191,21 @@ class Replica(DistributedDataParallel):
             CollectiveMismatch: A rank has other ones.
         """
         self.changes += 1
-        key, mine = f"nbaccel/buffers/{self.number}/{self.changes}", dist.get_rank(self.process_group)
-        store = c10d._get_default_store()
-        store.set(f"{key}/{mine}", "\n".join(sorted(named)))  # before rank 0 sends: the others find its word
+        place = dist.PrefixStore(f"nbaccel/buffers/{self.number}/{self.changes}", c10d._get_default_store())
+        mine, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        exchange = StoreExchange(place, mine, size, group_timeout())
+        exchange.lay("\n".join(sorted(named)))  # before rank 0 sends: the others find its word
         self.named_module_buffers, self.modules_buffers = sent, list(sent.values())
         self._sync_module_buffers(0)  # type: ignore[no-untyped-call]
-        until = time.monotonic() + _PATIENCE_S
-        for rank in range(dist.get_world_size(self.process_group)):
-            is_here = rank == 0 and self.device_type == "cpu"  # its buffers have come
-            while not store.check([f"{key}/{rank}"]) and not is_here and time.monotonic() < until:
-                time.sleep(_POLL_S)
-            has_changed = store.check([f"{key}/{rank}"])
-            theirs = store.get(f"{key}/{rank}").decode().splitlines() if has_changed else sorted(sent)
-            if theirs != sorted(named):
-                raise CollectiveMismatch(_unlike_buffers(self.module, {mine: set(named), rank: set(theirs)}))
+        if mine and self.device_type == "cpu" and not exchange.has_laid(0):  # and its buffers have come
+            raise CollectiveMismatch(_unlike_buffers(self.module, {mine: set(named), 0: set(sent)}))
+        apart = ", ".join(sorted(named.keys() ^ sent.keys())[:_SHOWN])
+        texts = exchange.texts(f"a forward of {type(self.module).__name__} with new or fewer buffers ({apart})")
+        for rank, theirs in enumerate(texts):
+            if theirs.splitlines() != sorted(named):
+                raise CollectiveMismatch(
+                    _unlike_buffers(self.module, {mine: set(named), rank: set(theirs.splitlines())})
+                )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.lent_to is not None:
