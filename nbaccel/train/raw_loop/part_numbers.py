@@ -250,6 +250,7 @@ class _Scope:
             self._all(node.orelse)
         elif isinstance(node, ast.While):
             self._rounds(node)
+            self._decide(node.test)
         elif isinstance(node, ast.Assign):
             value = self._batch_of(node) or self.value(node.value)
             for target in node.targets:
@@ -268,6 +269,8 @@ class _Scope:
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.expr):
                     self.value(child)
+            if isinstance(node, ast.If):
+                self._decide(node.test)
             self._branches += isinstance(node, ast.If | ast.Try)
             for name in ("body", "handlers", "orelse", "finalbody"):
                 self._all(getattr(node, name, []))
@@ -285,6 +288,17 @@ class _Scope:
         for _ in range(2):
             self._all(node.body)
         self._inside.pop()
+
+    def _decide(self, test: ast.expr) -> None:
+        """Note numbers by which the loop goes on or ends: what was counted, compared with what no batch has made."""
+        for node in ast.walk(test):
+            if not isinstance(node, ast.Compare):
+                continue
+            sides = [(each, self.value(each)) for each in (node.left, *node.comparators)]
+            known = [(each, value) for each, value in sides if value is not None and value.power]
+            for each, value in known if len(known) < len(sides) else []:
+                if any(ast.unparse(part) in self._counted for part in ast.walk(each) if isinstance(part, ast.expr)):
+                    self._shown(each, value)
 
     def kept(self, own: Set[str] = frozenset()) -> dict[str, Known]:
         """Return what was counted or listed, and not used.

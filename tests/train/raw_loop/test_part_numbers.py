@@ -60,6 +60,31 @@ print(total)
 """,
         (HALF.format("total"),),
     ),
+    "a mean that ends the loop": (
+        f"""
+for epoch in range(2):
+    total = 0.0
+    for x, y in loader:
+        loss = criterion(model(x), y); {STEP}
+        total += loss.item() * len(x)
+    if total / 24 < 0.01:
+        break
+""",
+        (HALF.format("total / 24"),),
+    ),
+    "a count that ends the loop": (
+        f"""
+seen, best = 0, 100.0
+while seen < 20:
+    total = 0.0
+    for x, y in loader:
+        if len(x) < 2: continue
+        loss = criterion(model(x), y); {STEP}
+        seen += len(x); total += loss.item()
+    best = total if total < best else best
+""",
+        (HALF.format("seen"),),
+    ),
     "answers": (
         f"""
 right = seen = 0
