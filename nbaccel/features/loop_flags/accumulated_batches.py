@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from nbaccel.errors import FlagConflict
+from nbaccel.errors import FlagConflict, NbaccelError
 from nbaccel.train.distributed.callers import library_that_trains
 from nbaccel.train.raw_loop.deferred_calls import let_clipping_find_nothing
 from nbaccel.train.raw_loop.graph import leaves_of, runs_backwards_inside
@@ -180,7 +181,8 @@ class AccumulatedBatches(LoopChange):
         left = 0 if self._refused is not None else left
         if (left or self._pending) and _is_of_gradients(error := sys.exc_info()[1]):
             error.add_note(
-                f"{self._flag}: gradients are there with the last of {self._count} batches, and p.grad is None before."
+                f"{self._flag}: gradients are there with the last of {self._count} batches, and p.grad is None before. "
+                "A loop that needs those of each batch, as for SAM or for a norm of each, is right without -a."
             )
         self._reset()
         hold_loop_state(_STATE, None)
@@ -545,8 +547,21 @@ class AccumulatedBatches(LoopChange):
 
 
 def _is_of_gradients(error: BaseException | None) -> TypeGuard[BaseException]:
-    """Return whether a gradient that is None may have caused `error`."""
-    return isinstance(error, TypeError | AttributeError) and "NoneType" in str(error)
+    """Return whether a gradient that is None may have caused `error`: code of the program reads some where it began."""
+    if isinstance(error, TypeError | AttributeError) and "NoneType" in str(error):
+        return True
+    traceback = None if error is None or isinstance(error, NbaccelError) else error.__traceback__
+    while traceback is not None:
+        package = str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("torch", "nbaccel") and _names_gradients(traceback.tb_frame.f_code):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _names_gradients(code: CodeType) -> bool:
+    inside = (each for each in code.co_consts if isinstance(each, CodeType) and each.co_name.startswith("<"))
+    return "grad" in code.co_names or any(map(_names_gradients, inside))  # of comprehensions, too
 
 
 def _is_finite(parameter: Tensor) -> bool:

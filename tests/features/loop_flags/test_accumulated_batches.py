@@ -667,13 +667,40 @@ def test_an_average_of_weights_is_said_to_move_with_each_batch() -> None:
     assert "moves 4 times" not in said_by_flag(4, lambda: train(steps, loader()))
 
 
-def test_code_that_reads_a_gradient_too_early_is_told_why_there_is_none() -> None:
+TOO_EARLY = (
+    "-a 4: gradients are there with the last of 4 batches, and p.grad is None before. A loop that needs those of each "
+    "batch, as for SAM or for a norm of each, is right without -a."
+)
+
+
+def _adds(model: torch.nn.Module) -> Any:
+    return model[0].weight.grad + 1  # type: ignore[index]
+
+
+def _stacks(model: torch.nn.Module) -> Any:
+    """As the first step of SAM."""
+    return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+
+
+def _compares(model: torch.nn.Module) -> Any:
+    return max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("reads", [_adds, _stacks, _compares])
+def test_code_that_reads_a_gradient_too_early_is_told_why_there_is_none(reads: Callable[[Any], Any]) -> None:
     steps = Steps()
-    with pytest.raises(TypeError) as caught:
-        by_flag(4, lambda: train(steps, loader(), lambda: steps.model[0].weight.grad + 1))
-    assert caught.value.__notes__ == [
-        "-a 4: gradients are there with the last of 4 batches, and p.grad is None before."
-    ]
+    with pytest.raises((TypeError, RuntimeError, ValueError)) as caught:
+        by_flag(4, lambda: train(steps, loader(), lambda: reads(steps.model)))
+    assert caught.value.__notes__ == [TOO_EARLY]
+
+
+def test_an_error_of_something_else_is_told_nothing_of_gradients() -> None:
+    def fails() -> None:
+        raise RuntimeError("no more disk")
+
+    with pytest.raises(RuntimeError) as caught:
+        by_flag(4, lambda: train(Steps(), loader(), fails))
+    assert not getattr(caught.value, "__notes__", [])
 
 
 # Whose batches are counted --------------------------------------------------------------------------------------------
