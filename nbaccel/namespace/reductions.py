@@ -62,6 +62,8 @@ def reduce_to_what_was_written(obj: Any) -> Any:
     if reduced := reduce_accelerate(obj):
         return reduced
     torch = sys.modules.get("torch")
+    if torch is not None and type(obj) is torch.utils.hooks.RemovableHandle and _leads_to_ours(obj):
+        return _handle_of_no_hook, (obj.id,)
     if torch is None or not issubclass(type(obj), torch.nn.Module):
         return None
     if base := _base_of(obj):
@@ -78,6 +80,20 @@ def reduce_to_what_was_written(obj: Any) -> Any:
         case (make, args, *rest) if kind is not own:
             return *_made_as(own, kind, make, args), *rest
     return None  # the user's own __reduce__ or __getstate__ takes precedence
+
+
+def _leads_to_ours(handle: Any) -> bool:
+    """Return whether hooks of ours are in the table of a hook's handle, with which all that they know would travel."""
+    hooks = (handle.hooks_dict_ref() or {}).values()
+    return any(str(getattr(hook, "__module__", "")).partition(".")[0] == "nbaccel" for hook in hooks)
+
+
+def _handle_of_no_hook(number: int) -> Any:
+    """Return the handle of a hook that is gone: its table is one of a process, or of a tensor's, and stays there."""
+    kind = sys.modules["torch"].utils.hooks.RemovableHandle
+    handle: Any = kind.__new__(kind)
+    handle.__setstate__((None, number))
+    return handle
 
 
 def _base_of(module: Any) -> frozenset[str]:

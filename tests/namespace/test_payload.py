@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tqdm import tqdm
 
 from nbaccel import Accelerator
@@ -98,6 +99,45 @@ def test_as_written_leaves_objects_alone_that_are_pickled_in_their_own_way() -> 
     assert type(model) is _Remade
     assert "forward" not in vars(model)
     os.close(payload.fd)
+
+
+class _OfOurs:
+    """A hook of ours, which knows what cannot be sent."""
+
+    def __init__(self) -> None:
+        self.knows = threading.Lock()
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+
+_OfOurs.__module__ = "nbaccel.train"
+
+
+def _handles() -> list[Any]:
+    """Handles of the user's hooks, in tables in which there is one of ours: of the process and of a tensor."""
+    weight, ours = torch.nn.Parameter(torch.ones(2)), _OfOurs()
+    return [
+        *map(register_optimizer_step_pre_hook, (ours, print)),
+        *map(weight.register_post_accumulate_grad_hook, (ours, print)),
+    ]
+
+
+def test_the_handle_of_a_hook_brings_none_of_our_hooks_along() -> None:
+    handles, layer = _handles(), torch.nn.Linear(1, 1)
+    own = layer.register_forward_hook(print)
+    payload, refused = pack_what_can_travel({"all": handles, "own": own, "layer": layer}, as_written=True)
+    assert refused == {}
+    came = unpack(payload.fd)
+    for handle in came["all"]:
+        handle.remove()
+    assert len(came["layer"]._forward_hooks) == 1
+    came["own"].remove()
+    assert not came["layer"]._forward_hooks
+    assert layer._forward_hooks
+    os.close(payload.fd)
+    for handle in handles:
+        handle.remove()
 
 
 def test_names_of_one_object_are_one_object_again() -> None:
