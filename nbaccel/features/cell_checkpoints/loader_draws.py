@@ -67,6 +67,7 @@ class LoaderDraw:
         first: The state before its first batch; None if that has not come.
         again: The state that its first batch gets; None if that is the present one.
         count: Indices of batches that it has drawn.
+        before: `LoaderDraws.held` before its first batch; None if that has not come.
         recent: Numbers for the last of them, without those that were drawn when it was made.
     """
 
@@ -77,6 +78,7 @@ class LoaderDraw:
     first: dict[str, Any] | None = None
     again: dict[str, Any] | None = None
     count: int = 0
+    before: int | None = None
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_COMPARED))
 
     def begin(self) -> None:
@@ -129,9 +131,14 @@ class LoaderDraws:
 
     Args:
         on_made: Called with each iterator's `LoaderDraw`.
+
+    Attributes:
+        taken: Batches that loaders have handed out, one after the other.
+        held: The number of the last one that may be in the program's hands: its iterator has not ended.
     """
 
     def __init__(self, on_made: Callable[[LoaderDraw], None]) -> None:
+        self.taken = self.held = 0
         self._on_made = on_made
         self._records: deque[Mapping[str, Any]] = deque()
         self._repeated: list[tuple[Mapping[str, Any], LoaderDraw]] = []
@@ -211,9 +218,20 @@ class LoaderDraws:
         return iterator
 
     def _take(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
-        if self._is_passing and _need_not_fetch(iterator):
-            return _draw(iterator)
-        return self._whole(iterator, real) if self._is_passing else real(iterator)
+        drawn: LoaderDraw = iterator.__dict__[DRAWN]
+        try:
+            batch = self._passed(iterator, real) if self._is_passing else real(iterator)
+        except StopIteration:
+            self.held = drawn.before or 0
+            raise
+        if drawn.before is None:
+            drawn.before = self.held
+        self.taken += 1
+        self.held = self.taken
+        return batch
+
+    def _passed(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        return _draw(iterator) if _need_not_fetch(iterator) else self._whole(iterator, real)
 
     def _whole(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         """Return the first part of the next batch, after the others were handed out too."""
@@ -273,7 +291,8 @@ def _states(parts: list[Any]) -> dict[str, Any]:
 
 def _attributes_of(part: Any) -> dict[str, Any]:
     """Return the attributes of an object, with the generators that its class has for all its objects."""
-    of_class = [item for kind in reversed(type(part).__mro__) for item in vars(kind).items()]
+    kinds = [kind for kind in reversed(type(part).__mro__) if not kind.__module__.startswith(("torch.", "builtins"))]
+    of_class = [item for kind in kinds for item in vars(kind).items()]
     return {name: value for name, value in of_class if isinstance(value, _Generator)} | getattr(part, "__dict__", {})
 
 
@@ -454,6 +473,8 @@ _MOST = 8
 
 
 def _sampled(item: Any) -> Any:
+    if type(item) in _SCALARS:
+        return item
     if isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided:
         return _sampled(item.detach().reshape(-1)[[*range(min(_MOST, item.numel()))]].tolist()), tuple(item.shape)
     if isinstance(item, np.ndarray | np.generic):
@@ -462,7 +483,7 @@ def _sampled(item: Any) -> Any:
         return [*map(_sampled, item[:_MOST])], [*map(_sampled, item[-_MOST:])], len(item)
     if isinstance(item, dict):
         return [(repr(name), _sampled(value)) for name, value in itertools.islice(item.items(), _MOST)]
-    return item if type(item) in _SCALARS or item is None else type(item).__name__
+    return item if item is None else type(item).__name__
 
 
 def _is_bar(iterator: types.GeneratorType[Any, Any, Any]) -> bool:

@@ -359,9 +359,17 @@ class MarkedCell:
             self.ended_at_no_position = str(error)
 
     def at_boundary(self, loop: _OpenLoop, frame: types.FrameType) -> None:
-        """Tell the watcher of a boundary."""
+        """Tell the watcher of a boundary.
+
+        Raises:
+            CannotResume: The saved run had a part of a batch in its hands, and this one has trained on it.
+        """
         loop.steps = self.steps
+        loop.keeps |= loop.taken == self.draws.taken and self.draws.held > 0
+        if self._way is not None and self._way.has_arrived:
+            self._way.refuse_part_in_hand(loop)
         self._watcher.at_boundary(Boundary(self, loop, frame))
+        loop.taken = self.draws.taken
 
     def standings(self, frame: types.FrameType | None, is_strict: bool = False) -> list[Standing]:
         """Return the user's frames from the cell to this one."""
@@ -376,10 +384,9 @@ class MarkedCell:
         return found
 
     def _note_drawn(self, drawn: LoaderDraw) -> None:
-        """Give an iterator of a loader to the loop whose head, or whose next item, has made it."""
-        if not self.open_loops:
+        """Give an iterator of a loader to the `for` whose head, or whose next item, has made it."""
+        if not self.open_loops or isinstance((top := self.open_loops[-1]).site.node, ast.While):
             return
-        top = self.open_loops[-1]
         frame: types.FrameType | None = sys._getframe(1)
         if top.items is not None:
             while frame is not None and frame is not top.frame and frame.f_code is not _Items.__next__.__code__:
@@ -397,9 +404,14 @@ class _OpenLoop:
         head: The random states at its head; None where it draws none.
         drawn: Of iterators of loaders that its head, or its items, have made.
         items: Of a `for` that has begun.
+        taken: How many batches loaders had handed out at its last boundary.
+        held: The batch that the program may have had in its hands when the loop began, see `LoaderDraws`.
+        keeps: A round of it has trained on a batch that an earlier one, or a loop around it, has taken.
     """
 
-    __slots__ = ("cell", "drawn", "frame", "head", "items", "site", "steps", "steps_at_head")
+    __slots__ = (
+        *("cell", "drawn", "frame", "head", "held", "items", "keeps", "site", "steps", "steps_at_head", "taken"),
+    )
 
     def __init__(self, cell: MarkedCell, site: LoopSite) -> None:
         self.cell = cell
@@ -409,6 +421,7 @@ class _OpenLoop:
         self.head: dict[str, Any] | None = None
         self.drawn: list[LoaderDraw] = []
         self.items: _Items | None = None
+        self.taken, self.held, self.keeps = cell.draws.taken, cell.draws.held, False
 
     def __enter__(self) -> None:
         self.frame = sys._getframe(1)
@@ -580,7 +593,8 @@ class Boundary:
             )
         loops = [_record(loop, numbers[loop.frame]) for loop in self._loops() if loop.frame is not None]
         ended = [[[[*step] for step in path] for path in paths] for paths in self._cell.ended]
-        return {"frames": frames, "loops": loops, "ended": ended, "steps": self.steps}
+        held = self._cell.draws.held if batches_are_parts() else 0
+        return {"frames": frames, "loops": loops, "ended": ended, "steps": self.steps, "held": held}
 
     def _loops(self) -> list[_OpenLoop]:
         """Return the open loops up to this one."""
@@ -601,7 +615,7 @@ class Boundary:
             for loop in loops:
                 _refuse_unpassable(loop)
             if batches_are_parts():
-                _refuse_part_in_hand(loops[:-1])
+                _refuse_part_in_hand(*loops)
             self._found = standings, paths
         return self._found
 
@@ -668,15 +682,18 @@ def _record(loop: _OpenLoop, frame: int) -> dict[str, Any]:
     }
 
 
-def _refuse_part_in_hand(enclosing: Sequence[_OpenLoop]) -> None:
-    """Refuse a place within a round of a loop over a loader: rank 0 alone writes names, and each rank has its part.
+def _refuse_part_in_hand(*loops: _OpenLoop) -> None:
+    """Refuse a place where the next round trains on a batch that is there: rank 0 alone writes names.
 
     Raises:
-        NoPosition: There is such a loop.
+        NoPosition: Each rank has its part of that batch.
     """
-    for loop in enclosing:
-        if loop.drawn:
-            raise NoPosition(f"each rank has a part of a batch of the loop in line {loop.site.line} in its hands")
+    *enclosing, loop = loops
+    if any(each.keeps for each in loops) or any(loop.held > each.taken for each in enclosing):
+        raise NoPosition(
+            f"the loop in line {loop.site.line} trains more than once on a batch, of which each rank has a part in its "
+            "hands. A loop over the loader, with one over these steps in it, can go on before each batch"
+        )
 
 
 def _refuse_unpassable(loop: _OpenLoop) -> None:
@@ -734,6 +751,7 @@ class _Way:
         self._is_at_head = False
         self._first = [True] * len(self._loops)
         self._again = [True] * len(self._loops)
+        self._is_first_round = True
         self.entries = [*self._entries()]
 
     def _entries(self) -> Iterator[tuple[UsersFunction, GoesOnAt]]:
@@ -870,11 +888,28 @@ class _Way:
         self.names |= self._saved.write_again(self._cell.roots(self._cell.standings(innermost.frame)), is_last=True)
         self.bind_globals()
         self._cell.steps = int(self._saved.position["steps"])
-        for loop in self._cell.open_loops:
-            loop.steps = self._cell.steps
-            loop.steps_at_head = -1  # they have trained
         self.has_arrived = True
         self._saved.arrived()
+        draws = self._cell.draws
+        draws.taken = draws.held = int(self._saved.position["held"])
+        for loop in self._cell.open_loops:
+            loop.steps, loop.taken = self._cell.steps, draws.taken
+            loop.steps_at_head = -1  # they have trained
+
+    def refuse_part_in_hand(self, loop: _OpenLoop) -> None:
+        """Refuse to go on if the first round has trained on a batch of the saved run: every rank had rank 0's part.
+
+        Raises:
+            CannotResume: It has.
+        """
+        held = int(self._saved.position["held"])
+        if self._is_first_round and 0 < held == self._cell.draws.taken:
+            raise CannotResume(
+                f"the checkpoint was written when each rank had a part of a batch in its hands, and the loop in line "
+                f"{loop.site.line} trains on that batch once more. Name an older one (--resume PATH), or leave "
+                "--resume out to start anew."
+            )
+        self._is_first_round = False
 
 
 def _path(steps: Sequence[Sequence[Any]]) -> Path:

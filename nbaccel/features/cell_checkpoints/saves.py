@@ -137,7 +137,7 @@ class CellSaves:
                 f"the run was over at step {self._resumed_at}, its last: nothing was left to train, and its results "
                 "are in place"
             )
-        elif self._is_on and self._schedule is not None and not self._is_tried and step_under_way():
+        elif self._is_on and error[0] is None and self._schedule and not self._is_tried and step_under_way():
             self.say(f"{self._flag}: nothing was saved, since no optimizer has stepped in a loop of the cell.")
         self._step_back()
         forget(self._step_back)
@@ -232,12 +232,29 @@ class CellSaves:
             self._enter(boundary, step)
             self._asked = step
             self._is_due |= self._schedule is not None and self._schedule.is_due(step)
-        if self._is_due and not boundary.refusal():
+        if self._is_due and self._can_save(boundary):
             self._is_due = False
             try:
                 self._save(boundary, step)
             except CannotSave as error:
                 self._go_on_without(error)
+
+    def _can_save(self, boundary: Boundary) -> bool:
+        """Return whether a run could go on here; what is due waits for an enclosing loop where one can be saved.
+
+        Raises:
+            CannotSave: None can, and nothing of this run is saved.
+        """
+        if not boundary.refusal():
+            return True
+        try:
+            boundary.around()
+        except NoPosition as error:
+            if self._world.is_main_process and str(error) not in self._noted:
+                self._noted.add(str(error))
+                self._end_writing(is_over=True)  # is there a checkpoint that stays?
+                self._go_on_without(CannotSave(str(error)))
+        return False
 
     def _enter(self, boundary: Boundary, step: int) -> None:
         try:

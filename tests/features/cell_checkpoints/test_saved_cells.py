@@ -273,16 +273,74 @@ def test_batches_of_a_pass_that_goes_on_are_cut_as_they_were(
     assert sessions.trained() == expected
 
 
-def test_a_loop_of_several_steps_for_a_batch_goes_on_before_a_batch_in_two_ranks(sessions: Sessions) -> None:
-    """Rank 0 writes names for all, and each rank has its own part of the batch in its hands."""
-    loop = LOOP.replace("        end_here(step)\n", "        for again in range(3):\n            end_here(step)\n", 1)
-    loop = re.sub(r"^        (loss =|opt|loss\.|step \+)", r"            \1", loop, flags=re.M)
+SEVERAL_STEPS = """
+step = 0
+it = iter(loader)
+for n in range(10):
+    try:
+        inputs, targets = next(it)
+    except StopIteration:
+        it = iter(loader)
+        inputs, targets = next(it)
+    for again in range(3):
+        end_here(step)
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+    history.append(loss.item())
+"""
+OF_A_BATCH = {
+    "in a loop over the loader": (
+        SEVERAL_STEPS.replace("it = iter(loader)\nfor n in range(10)", "for inputs, targets in loader")
+        .replace(
+            "    try:\n        inputs, targets = next(it)\n    except StopIteration:\n        it = iter(loader)\n", ""
+        )
+        .replace("        inputs, targets = next(it)\n", "")
+    ),
+    "by next(it)": SEVERAL_STEPS,
+    "by next(it), in a while": SEVERAL_STEPS.replace("for n in range(10):", "n = 0\nwhile n < 10:\n    n += 1"),
+    "by an iterator that nobody keeps": SEVERAL_STEPS.replace("next(it)", "next(iter(loader))"),
+}
+"""Loops that take three steps for a batch. Rank 0 writes names for all, and each rank has its own part in its hands."""
+EVERY_THIRD = SEVERAL_STEPS.replace(
+    "    for again in range(3):\n        end_here", "    if True:\n        end_here"
+).replace("    try:\n        inputs", "    try:\n        if n < 4 or n % 3 == 0: inputs")
+
+
+@pytest.mark.parametrize("step", [8, 11])
+@pytest.mark.parametrize("shape", OF_A_BATCH)
+def test_a_loop_of_several_steps_for_a_batch_goes_on_before_a_batch_in_two_ranks(
+    sessions: Sessions, shape: str, step: int
+) -> None:
     flags = f"-n 2 --start fork {SAVES}"
-    expected = undisturbed(sessions, flags, loop)
-    sessions.end(flags.format("saved"), 17, loop)
-    cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
-    assert "continuing from saved/checkpoint_15: step 15\n" in cell.stdout
+    expected = undisturbed(sessions, flags, OF_A_BATCH[shape])
+    sessions.end(flags.format("saved"), step, OF_A_BATCH[shape])
+    cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{OF_A_BATCH[shape]}")
+    assert f"continuing from saved/checkpoint_{step // 3 * 3}: step {step // 3 * 3}\n" in cell.stdout
     assert sessions.trained() == expected
+
+
+def test_a_loop_that_takes_a_batch_now_and_then_is_not_saved_in_two_ranks_once_that_is_seen(
+    sessions: Sessions,
+) -> None:
+    sessions.begin()
+    cell = sessions.do(f"%%accelerate -n 2 --start fork {SAVES.format('saved')}\n{EVERY_THIRD}")
+    assert (
+        "--checkpoint-every 2steps: not saved: the loop in line 5 trains more than once on a batch, of which each rank "
+        "has a part in its hands. A loop over the loader, with one over these steps in it, can go on before each "
+        "batch. saved/checkpoint_4 stays the newest checkpoint, and the training goes on.\n"
+    ) in cell.stdout
+
+
+def test_a_save_before_that_was_seen_is_not_continued(sessions: Sessions) -> None:
+    flags = f"-n 2 --start fork {SAVES.format('saved')}"
+    sessions.end(flags, 4, EVERY_THIRD)
+    cell = sessions.run(f"%%accelerate {flags} --resume\n{EVERY_THIRD}")
+    assert isinstance(cell.error, CannotResume)
+    assert "the loop in line 5 trains on that batch once more" in str(cell.error)
+    assert "nothing was saved, since" not in cell.stdout
 
 
 ROUNDS = """
