@@ -52,7 +52,7 @@ from nbaccel.train.raw_loop.loader_pass import batches_taken
 __all__ = ["CellDifference", "Remade", "Restored", "StoredDifference"]
 
 _NAME = "difference"
-_VERSION = 3
+_VERSION = 4
 _MOST_NAMED = 3
 """Objects that a message names."""
 
@@ -113,6 +113,7 @@ class CellDifference:
         can_make: Callable[[str], bool] = lambda root: False,
         frames: int | None = None,
         can_wait: Callable[[str], bool] = lambda root: True,
+        is_read: Callable[[str], bool] = lambda root: True,
     ) -> CellDifference:
         """Return the difference of `roots` now to `head`.
 
@@ -122,6 +123,7 @@ class CellDifference:
             can_make: Says whether the statements that bind a root run again when the run goes on.
             frames: See `HeadState.keep_frames`.
             can_wait: Says whether a root may be bound at the position, when all is made, and nothing reads it before.
+            is_read: Says whether a run that goes on may read a root before it binds it.
 
         Raises:
             CannotSave: Something has changed that no file of data can hold; the message names it.
@@ -145,6 +147,7 @@ class CellDifference:
         changes = [[text_of(seen.place), _encoded(seen, content, encoder)] for seen, content in changed]
         names: dict[str, Any] = {root: _iterator(encoder, root, value) for root, value in iterators.items()}
         unsaved: dict[str, str] = {}
+        dropped: dict[str, str] = {}
         for root, value in bound.items():
             if root in iterators or root in made.roots:
                 continue
@@ -153,14 +156,17 @@ class CellDifference:
             try:
                 names[root] = encoder.encoded(value)
             except NoData as error:
-                if (reason := stateless(value)) is None:
+                if (reason := stateless(value)) is not None:
+                    unsaved[root] = reason
+                elif is_read(root):
                     _refuse(f"{local_name(root)}{error.steps}", error.what)
-                unsaved[root] = reason
+                else:
+                    dropped[root] = with_article(type(value).__name__)
         try:
             contents = list(made.contents(encoder))
         except NoData as error:
             _refuse(f"a part of {', '.join(map(local_name, made.roots))}{error.steps}", error.what)
-        lost = {*unsaved, *made.roots}
+        lost = {*unsaved, *dropped, *made.roots}
         data = {
             "version": _VERSION,
             "records": encoder.records,
@@ -168,6 +174,7 @@ class CellDifference:
             "names": names,
             "deleted": [root for root in head.roots if (":" not in root and root not in now) or root in lost],
             "unsaved": unsaved,
+            "dropped": dropped,
             "made": made.roots,
             "copies": {root: encoder.encoded(original) for root, original in made.copies.items()},
             "others": {root: encoder.encoded(original) for root, original in made.others.items()},
@@ -220,7 +227,7 @@ class StoredDifference:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["version"] != _VERSION:
                 raise CheckpointCorrupt(f"{path} was written by another version of nbaccel", str(path))
-            roots = [*data["names"], *data["deleted"], *data["unsaved"], *data["made"]]
+            roots = [*data["names"], *data["deleted"], *data["unsaved"], *data["dropped"], *data["made"]]
             if not all(map(_may_be_bound, roots)):
                 raise ValueError(f"names that no cell binds: {roots}")
             tensors = load_tensors(file) if file.exists() else {}
@@ -292,6 +299,10 @@ class Restored:
             self._changes, self._names = list(data["changes"]), dict(data["names"])
             self.notes = _notes(data["facts"], head, {*data["names"], *stored.made, *stored.unsaved})
             self.notes += _notes_on_settings(data["settings"], self._objects)
+            self.notes += [
+                f"{local_name(root)} ({what!s:.40}) is not in the checkpoint, and is unbound until a line binds it"
+                for root, what in data["dropped"].items()
+            ]
         self.names: dict[str, Any] = self._written()
         if not self._made:
             self.names |= self.fill({})

@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import random
+import sys
 import threading
 import types
 import weakref
@@ -28,6 +29,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from nbaccel.base.notices import is_users
 from nbaccel.base.quantities import with_article
 from nbaccel.features.cell_checkpoints import random_states
 from nbaccel.features.cell_checkpoints.data_codec import refuse_state
@@ -41,7 +43,9 @@ __all__ = [
     "LoaderDraws",
     "digest_of",
     "further_parts",
+    "hands_out_by_number",
     "has_generator",
+    "is_compared",
     "is_iterator",
     "is_known",
     "obstacle_to_passing",
@@ -406,6 +410,12 @@ _PLAIN: tuple[type, ...] = (
 )
 """Iterators whose position is the number of items that they have handed out."""
 
+_COMBINED = (
+    *(itertools.product, itertools.permutations, itertools.combinations),
+    *(itertools.combinations_with_replacement, itertools.count, itertools.repeat),
+)
+"""Iterators of which that is so too, and which are made anew by their loop's head; their items are compared."""
+
 
 def obstacle_to_passing(iterator: Any) -> str:
     """Return what of an iterator's position is more than a number of items; empty where it can be passed over.
@@ -416,7 +426,7 @@ def obstacle_to_passing(iterator: Any) -> str:
         if isinstance(part, types.GeneratorType):
             if is_rewritable(part.gi_code.co_filename):
                 return "a generator"
-        elif not isinstance(part, (_BaseDataLoaderIter, *_PLAIN)) and not is_known(part):
+        elif not isinstance(part, (_BaseDataLoaderIter, *_PLAIN, *_COMBINED)) and not is_known(part):
             return with_article(type(part).__name__)
     return ""
 
@@ -424,6 +434,19 @@ def obstacle_to_passing(iterator: Any) -> str:
 def has_generator(iterator: Any) -> bool:
     """Return whether an iterator takes from a generator of a library; one that takes from a loader does not count."""
     return any(isinstance(part, types.GeneratorType) for part in _innermost(iterator))
+
+
+def is_compared(iterator: Any) -> bool:
+    """Return whether what an iterator hands out is compared, as it is not known to be the same again."""
+    return has_generator(iterator) or any(isinstance(part, _COMBINED) for part in _innermost(iterator))
+
+
+def hands_out_by_number(iterable: Any) -> bool:
+    """Return whether it is of a library, and has a length and an item for each number: the same ones again."""
+    kind = type(iterable)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    is_own = kind.__module__ == "__main__" or (file is not None and is_users(file))
+    return not is_own and hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
 
 
 def _innermost(iterator: Any) -> Iterator[Any]:

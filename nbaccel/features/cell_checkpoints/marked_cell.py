@@ -38,7 +38,9 @@ from nbaccel.features.cell_checkpoints.loader_draws import (
     LoaderDraws,
     digest_of,
     further_parts,
+    hands_out_by_number,
     has_generator,
+    is_compared,
     is_iterator,
     is_known,
     obstacle_to_passing,
@@ -51,6 +53,7 @@ from nbaccel.features.cell_checkpoints.marked_loops import (
     Path,
     UsersFunction,
     UsersProgram,
+    ahead,
     blocks_of,
     bound_by,
     marked,
@@ -67,6 +70,7 @@ from nbaccel.features.source.users_functions import (
     uses_name,
 )
 from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.namespace.names import READ_BY_TEXT, read_before_made
 from nbaccel.train.step.raw_loop_hooks import batches_are_parts
 
 __all__ = ["Boundary", "GoingOn", "MarkedCell", "Roots", "RunWatcher"]
@@ -452,22 +456,23 @@ class _Items:
         kind: The name of the class of what it was made of, if only that class knows what `iter` of it does.
         range: The limits of a `range`, which may be other ones when its head is evaluated again.
         taken: How many it has had.
-        at: The last one, if it is a number or a text; a number for it, if the loop is over a generator.
+        at: The last one, if it is a number or a text; a number for it, if it is to be compared.
         again: The item that comes once more, of a run that goes on.
     """
 
-    __slots__ = ("_cell", "_is_generated", "_loop", "again", "at", "iterator", "kind", "range", "taken")
+    __slots__ = ("_cell", "_is_compared", "_loop", "again", "at", "iterator", "kind", "range", "taken")
 
     def __init__(self, loop: _OpenLoop, iterable: Any) -> None:
         self._loop = loop
         self._cell = loop.cell
-        self.kind = "" if is_known(iterable) or is_iterator(iterable) else type(iterable).__name__
+        is_passable = is_known(iterable) or is_iterator(iterable) or hands_out_by_number(iterable)
+        self.kind = "" if is_passable else type(iterable).__name__
         self.range = [iterable.start, iterable.stop, iterable.step] if type(iterable) is range else None
         self.iterator: Iterator[Any] = iter(iterable)
         self.taken = 0
         self.at: Any = None
         self.again: list[Any] = []
-        self._is_generated: bool | None = None  # a bar says what it takes from with its first item
+        self._is_compared: bool | None = None  # a bar says what it takes from with its first item
 
     def __iter__(self) -> Self:
         return self
@@ -480,12 +485,12 @@ class _Items:
             self._cell.at_boundary(loop, sys._getframe(1))
         item = next(self.iterator)
         self.taken += 1
-        if self._is_generated is None:
-            self._is_generated = has_generator(self.iterator)
+        if self._is_compared is None:
+            self._is_compared = is_compared(self.iterator)
         if type(item) in _SHOWN_ITEMS:
             self.at = item
         else:
-            self.at = [digest_of(item)] if self._is_generated else None
+            self.at = [digest_of(item)] if self._is_compared else None
         return item
 
 
@@ -566,6 +571,18 @@ class Boundary:
         number, _, name = root.rpartition(":")
         frame = int(number or 0)
         return frame < len(paths) and name in self._made_again(standings, paths, frame)
+
+    def is_read(self, root: str) -> bool:
+        """Return whether a run that goes on here may read a root before it binds it, judging by names."""
+        standings, paths = self._paths()
+        number, _, name = root.rpartition(":")
+        standing, path = standings[int(number or 0)], paths[int(number or 0)]
+        others = self._cell.program.mentioned_elsewhere(standing.function)
+        if not READ_BY_TEXT.isdisjoint(others) or name in (others if not number else standing.frame.f_code.co_cellvars):
+            return True
+        names = standing.frame.f_globals | standing.frame.f_locals
+        texts = ["\n".join(map(ast.unparse, statements)) for statements in ahead(standing.function.body, path)]
+        return any(name in read_before_made(text, names) for text in texts)
 
     def position(self) -> dict[str, Any]:
         """Return where a run goes on, as plain data.

@@ -38,6 +38,7 @@ from nbaccel.features.source.users_functions import (
     must_stay_first,
     placed,
 )
+from nbaccel.namespace.names import READ_BY_TEXT
 
 __all__ = [
     "CELL",
@@ -47,6 +48,7 @@ __all__ = [
     "Path",
     "UsersFunction",
     "UsersProgram",
+    "ahead",
     "blocks_of",
     "bound_by",
     "marked",
@@ -96,6 +98,21 @@ def _set_block(node: ast.stmt, name: str, block: list[ast.stmt]) -> None:
         getattr(node, parts)[int(number)].body = block
     else:
         setattr(node, name, block)
+
+
+def ahead(block: Sequence[ast.stmt], path: Path) -> Iterator[Sequence[ast.stmt]]:
+    """Yield statements that may run from a position on; each list runs in its order, from its begin or not at all."""
+    (at, name), *rest = path
+    node = block[at]
+    if rest:
+        yield from ahead(block_at(node, name), tuple(rest))
+        if isinstance(node, Loop):
+            yield [node]
+        elif isinstance(node, ast.Try):
+            yield from (other for where, other in blocks_of(node) if where != name)
+    else:
+        yield [node]
+    yield block[at + 1 :]
 
 
 def bound_by(node: ast.AST) -> set[str]:
@@ -192,7 +209,8 @@ class UsersProgram:
         for name, tree in trees.items():
             self._add(UsersFunction(name, CELL, 1, tree.body, is_marked=True))
             self._collect(name, tree.body, "")
-        self._leading = _names_that_lead({each: _mentions(each.body) for each in self._functions.values()})
+        self._mentions = {each: _mentions(each.body) for each in self._functions.values()}
+        self._leading = _names_that_lead(self._mentions)
         for function in self._functions.values():
             if function.is_marked:
                 self._find_loops(function, function.body, ())
@@ -214,6 +232,11 @@ class UsersProgram:
     def with_name(self, name: str) -> list[UsersFunction]:
         """Return the functions of a name."""
         return [each for each in self._functions.values() if each.name == name]
+
+    def mentioned_elsewhere(self, function: UsersFunction) -> set[str]:
+        """Return the names in all other functions, and in what a function of these texts may ask for by a text."""
+        named = (self._mentions[each] for each in self._functions.values() if each is not function)
+        return set().union(*named, READ_BY_TEXT & self._mentions[function])
 
     def is_marked(self, file: str) -> bool:
         """Return whether a file has a loop that is marked."""

@@ -346,7 +346,8 @@ class CellSaves:
     def _difference(self, boundary: Boundary, to_host: ToHost = on_host) -> CellDifference:
         assert self.head is not None, "a boundary is in a loop, whose head comes before"
         difference = CellDifference.between(
-            self.head, boundary.roots(), to_host, boundary.can_make, boundary.frames_at_head(), boundary.can_wait
+            *(self.head, boundary.roots(), to_host, boundary.can_make, boundary.frames_at_head(), boundary.can_wait),
+            is_read=boundary.is_read,
         )
         for note in difference.notes:
             if note not in self._noted:

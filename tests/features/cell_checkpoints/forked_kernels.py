@@ -109,7 +109,15 @@ class _Manager:
     def client(self) -> Any:
         from jupyter_client import BlockingKernelClient
 
-        client = BlockingKernelClient(connection_file=self._file)
+        is_alive = self.is_alive
+
+        class Client(BlockingKernelClient):
+            """A client that asks the process whether the kernel lives: heartbeats are late on a busy machine."""
+
+            async def _async_is_alive(self) -> bool:
+                return is_alive()
+
+        client = Client(connection_file=self._file)
         client.load_connection_file()
         return client
 

@@ -136,7 +136,7 @@ class Saver:
         try:
             difference = CellDifference.between(
                 *(self.head, boundary.roots(), _copy),
-                *(boundary.can_make, boundary.frames_at_head(), boundary.can_wait),
+                *(boundary.can_make, boundary.frames_at_head(), boundary.can_wait, boundary.is_read),
             )
         except CannotSave:
             if self.difference is None:

@@ -306,6 +306,52 @@ for k in todo:
         "class Count: n = 0\n",
         SETUP + _FLAT.replace("    history", "    Count.n += 1; history").replace("total)", "total + Count.n)"),
     ),
+    "a grid by itertools.product": (
+        "grid = {'lr': [1e-2, 1e-3], 'wd': [0.0, 0.1]}\nresults = []\n",
+        """
+for lr, wd in itertools.product(*grid.values()):
+    model = net(); opt = torch.optim.AdamW(model.parameters(), lr, weight_decay=wd)
+    for x, y in loader: loss = step(model, opt, x, y)
+    results.append((lr, wd, loss))
+""",
+    ),
+    "a grid of scikit-learn": (
+        "from sklearn.model_selection import ParameterGrid\nresults = []\n"
+        "torch.manual_seed(0); random.seed(0); np.random.seed(0)  # its first import in a process draws numbers\n",
+        """
+for number, chosen in enumerate(ParameterGrid({"lr": [1e-2, 1e-3], "wd": [0.0, 0.1]})):
+    model = net(); opt = torch.optim.AdamW(model.parameters(), chosen["lr"], weight_decay=chosen["wd"])
+    for x, y in loader: loss = step(model, opt, x, y)
+    results.append((number, chosen, loss))
+""",
+    ),
+    "REINFORCE, a distribution in a name": (
+        "goal = torch.randn(8, 4).argmax(1)\n",
+        """
+policy = net(); opt = torch.optim.Adam(policy.parameters(), 1e-2); rewards = []
+for episode in range(4):
+    for x, y in loader:
+        dist = torch.distributions.Categorical(logits=policy(x))
+        action = dist.sample()
+        if episode == 3 and len(x) > 100: continue
+        reward = (action == y).float()
+        loss = -(dist.log_prob(action) * (reward - reward.mean())).mean() - 0.01 * dist.entropy().mean()
+        opt.zero_grad(); loss.backward(); opt.step(); rewards.append(reward.sum().item())
+    print(episode, sum(rewards[-6:]))
+""",
+    ),
+    "a distribution in a name of a function": (
+        """
+def learn(policy):
+    opt = torch.optim.Adam(policy.parameters(), 1e-2)
+    for x, y in loader:
+        dist = torch.distributions.Categorical(logits=policy(x)); action = dist.sample()
+        loss = -(dist.log_prob(action) * (action == y).float()).mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+    return loss.item()
+""",
+        "policy = net(); first = learn(policy)\nlater = learn(policy)\n",
+    ),
     "a loop in a match, and one in an else": (
         "",
         SETUP
@@ -336,6 +382,38 @@ REFUSED = {
         "    for x, y in loader: loss = step(model, opt, x, y)\n    return loss\n",
         "results = [run(fold) for fold in range(3)]\n",
         "for fold in range(3): results.append(run(fold)) can.",
+    ),
+    "a distribution that is read in the next round": (
+        "",
+        SETUP
+        + """
+dist = None
+for x, y in loader:
+    before, dist = dist, torch.distributions.Categorical(logits=model(x))
+    step(model, opt, x, y)
+""",
+        "dist is a Categorical, which no file of data can hold",
+    ),
+    "a distribution that is read behind the loop": (
+        "",
+        SETUP
+        + """
+for epoch in range(2):
+    for x, y in loader:
+        dist = torch.distributions.Categorical(logits=model(x).detach()); step(model, opt, x, y)
+    history.append(dist.entropy().mean().item())
+""",
+        "dist is a Categorical, which no file of data can hold",
+    ),
+    "a distribution that a function reads": (
+        "def entropy(): return dist.entropy().mean().item()\n",
+        SETUP
+        + """
+for x, y in loader:
+    dist = torch.distributions.Categorical(logits=model(x).detach()); step(model, opt, x, y)
+    history.append(entropy())
+""",
+        "dist is a Categorical, which no file of data can hold",
     ),
     "a generator over the loader": (
         "def cycle(loader):\n    while True:\n        for b in loader: yield b\n",
