@@ -446,6 +446,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_hides_no_other_one(
 
 
 HAS_MOVED = """        step += 1
+        earlier = moved if step > 1 else None  # what no later line reads is left out of a checkpoint
         moved = iter([step, step]) if 4 < step < 7 else None
         moved and next(moved)
 """
