@@ -165,6 +165,7 @@ class Saved:
         self._restored: Restored | None = None
         self._saver = saver or Saver()
         self.has_arrived = False
+        self.notes: list[str] = []
         self.position = by.position
         self.unsaved = self._stored.unsaved
         self.made = self._stored.made
@@ -172,6 +173,7 @@ class Saved:
     def at_head(self, roots: Roots) -> Mapping[str, Any]:
         self._saver.head = HeadState(roots)
         self._restored = self._stored.apply(self._saver.head, remade)
+        self.notes = self._restored.notes
         return self._restored.names
 
     def fill(self, roots: Roots) -> Mapping[str, Any]:

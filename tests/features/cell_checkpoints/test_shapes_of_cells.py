@@ -96,6 +96,17 @@ def test_what_cannot_go_on_is_refused_before_the_second_step(shape: str, tmp_pat
     assert sentence in str(refused.value)
 
 
+def test_a_name_that_no_file_can_hold_and_nothing_reads_is_unbound_and_said(tmp_path: Path) -> None:
+    """The run that goes on has come to the end of its loop, so that no line binds the name again."""
+    above, cell = "", EXACT["REINFORCE, a distribution in a name"][1].replace("range(4)", "range(1)")
+    saver = Saver()
+    notebook_of(above, tmp_path).run_marked(cell, saver)
+    again, saved = notebook_of(above, tmp_path), Saved(saver, tmp_path / "saved")
+    again.run_marked(cell, Watched(), saved)
+    assert "dist" not in again.namespace
+    assert "dist (a Categorical) is not in the checkpoint, and is unbound until a line binds it" in saved.notes
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("step", range(3, 14))
 def test_a_run_that_went_on_is_saved_and_goes_on_again(step: int, tmp_path: Path) -> None:
