@@ -18,6 +18,7 @@ import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
 from nbaccel.output.lines import LastState, LineReader
@@ -60,6 +61,7 @@ class OutputRouter:
         log: Gets every line, prefixed by its rank.
         bytes_per_s: The lasting rate of the screen, after a burst of 1 MB; Jupyter servers drop output above 1 MB/s.
         kept_bytes: Bytes of text that are shown before the screen gets an excerpt of the rest; None for all of it.
+        bars_on: The stream on which progress bars are shown; by default the one to which they were printed.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class OutputRouter:
         clock: Callable[[], float] = time.monotonic,
         bytes_per_s: int = 400_000,
         kept_bytes: int | None = None,
+        bars_on: str | None = None,
     ) -> None:
         shown = [rank for rank in range(world_size) if shown_ranks is None or rank in shown_ranks]
         self._readers = {rank: {stream: LineReader() for stream in _STREAMS} for rank in shown}
@@ -82,6 +85,7 @@ class OutputRouter:
         self._excerpt = Excerpt(kept_bytes)
         self._taken = 0  # lines of the shown ranks
         self._bars = LiveBars()
+        self._bars_on = bars_on
         self._ranks_differ = False  # a line that other ranks have not printed was shown
         self._screen = screen
         self._painter = Painter(screen)
@@ -95,8 +99,9 @@ class OutputRouter:
             return
         now = self._clock()
         for start in range(0, len(data), _PIECE_BYTES):
-            lines = self._readers[rank][stream].feed(data[start : start + _PIECE_BYTES], now)
-            self._push(rank, stream, lines, now)
+            if lines := self._readers[rank][stream].feed(data[start : start + _PIECE_BYTES], now):
+                self._finish_bars(rank, stream, now)
+                self._push(rank, stream, lines, now)
         self._want_bar(rank, stream)
 
     def publish(self, rank: int, message: dict[str, Any]) -> None:
@@ -185,14 +190,22 @@ class OutputRouter:
             for stream, reader in readers.items():
                 yield rank, stream, reader
 
+    def _finish_bars(self, rank: int, stream: str, now: float) -> None:
+        """Push the bars that `rank` had finished when it printed a line to `stream`, which comes below them."""
+        for other, reader in self._readers[rank].items():
+            if other != stream and reader.settle_due is not None:
+                self._push(rank, other, reader.settle(now, at_once=True), now)
+                self._want_bar(rank, other)
+
     def _push(self, rank: int, stream: str, lines: Sequence[bytes], now: float) -> None:
-        shown = [line if line[:1] != b"[" else _without_stamp(line) for line in lines]
-        if self._bars.are_of_one_rank:
-            shown = [Unshared(line) if isinstance(line, LastState) else line for line in shown]
-        if shown := [line for line in shown if line[:1] != b"[" or not _OF_GLOO.fullmatch(line)]:
-            self._taken += len(shown)
-            self._merger.push(rank, stream, shown, now)
-            self._release(now)
+        for is_bar, group in groupby(lines, key=lambda line: isinstance(line, LastState)):
+            shown = [line if line[:1] != b"[" else _without_stamp(line) for line in group]
+            if is_bar and self._bars.are_of_one_rank:
+                shown = [Unshared(line) for line in shown]
+            if shown := [line for line in shown if line[:1] != b"[" or not _OF_GLOO.fullmatch(line)]:
+                self._taken += len(shown)
+                self._merger.push(rank, self._bars_on or stream if is_bar else stream, shown, now)
+                self._release(now)
 
     def _take_partial(self, now: float, older_than_s: float) -> None:
         self._release(now)
@@ -208,7 +221,7 @@ class OutputRouter:
             self._screen.show_bars(self._bars.rows())
             return
         columns = shutil.get_terminal_size((_COLUMNS, 24)).columns - 1
-        self._painter.want(self._bars.stream, self._bars.line(columns))
+        self._painter.want(self._bars_on or self._bars.stream, self._bars.line(columns))
 
     def _release(self, now: float) -> None:
         left = self._budget.left(now)

@@ -620,6 +620,30 @@ def test_a_line_of_the_other_stream_wipes_the_bar_first() -> None:
     ]
 
 
+@pytest.mark.parametrize("has_room_for_bars", [True, False])
+def test_a_line_that_follows_a_bar_stands_below_its_last_state(has_room_for_bars: bool) -> None:
+    run = Run(2, has_room_for_bars)
+    for epoch in range(2):
+        run.feed(0, f"\repoch {epoch}: 50%|##  | 1/2 [00:00<00:00, 9.9it/s]", "stderr")
+        run.wait(1.0)
+        run.feed(0, f"\repoch {epoch}: 100%|####| 2/2 [00:01<00:00, 9.9it/s]\n", "stderr")
+        for rank in range(2):
+            run.feed(rank, f"epoch {epoch}: loss 0.5\n")
+    run.end()
+    kinds = [re.sub(r"epoch (\d).*(%|loss).*", r"\1\2", row) for row in run.screen.visible if row]
+    assert kinds == ["0%", "0loss", "1%", "1loss"]
+
+
+def test_bars_are_on_the_stream_that_is_asked_for() -> None:
+    run = Run(1, bars_on="stdout")
+    run.feed(0, "\r50%|##  | 1/2 [00:00<00:00, 9.9it/s]", "stderr")
+    run.wait(1.0)
+    run.feed(0, "\r100%|####| 2/2 [00:01<00:00, 9.9it/s]\na warning\n", "stderr")
+    run.end()
+    assert {stream for stream, text in run.screen.writes if "%" in text} == {"stdout"}
+    assert ("stderr", "a warning\n") in run.screen.writes
+
+
 def test_every_ranks_bar_is_live_in_one_line_and_its_last_state_is_kept() -> None:
     run = Run(2)
     for percent in (0, 50, 100):

@@ -154,7 +154,8 @@ class MarkedPipe:
     """The reading end of a rank's stdout or stderr.
 
     A rich message is sent by the rank's channel; in the pipe the rank leaves a mark (`worker.mark`), so that text and
-    displays are shown in the order in which the rank produced them.
+    displays are shown in the order in which the rank produced them. What Python prints to stderr comes through the pipe
+    of stdout for the same reason, between two marks that name the streams.
     """
 
     def __init__(self, fd: int, rank: int, stream: str, nonce: str) -> None:
@@ -167,8 +168,12 @@ class MarkedPipe:
         self._opening = f"\x1e{nonce}:".encode()
         self._rest = b""
 
-    def read(self) -> list[bytes | int] | None:
-        """Return what has arrived: pieces of output and numbers of messages, in order; None at the stream's end."""
+    def read(self) -> list[tuple[str, bytes] | int] | None:
+        """Return what has arrived, in order; None at the stream's end.
+
+        Returns:
+            Pieces of output with the name of their stream, and numbers of messages.
+        """
         try:
             data = os.read(self.fd, _READ_AT_ONCE)
         except BlockingIOError:
@@ -177,27 +182,31 @@ class MarkedPipe:
         self.was_empty = False
         if not data:
             rest, self._rest = self._rest, b""
-            return [rest] if rest else None
+            return [(self.stream, rest)] if rest else None
         return self._split(self._rest + data)
 
     def close(self) -> None:
         self.is_open = False
         os.close(self.fd)
 
-    def _split(self, data: bytes) -> list[bytes | int]:
-        pieces: list[bytes | int] = []
+    def _split(self, data: bytes) -> list[tuple[str, bytes] | int]:
+        pieces: list[tuple[str, bytes] | int] = []
         while (at := data.find(self._opening)) >= 0:
             end = data.find(b"\x1e", at + len(self._opening))
             if end < 0:
                 break
             if at:
-                pieces.append(data[:at])
-            pieces.append(int(data[at + len(self._opening) : end]))
+                pieces.append((self.stream, data[:at]))
+            marked = data[at + len(self._opening) : end].decode()
+            if marked.isdecimal():
+                pieces.append(int(marked))
+            else:
+                self.stream = marked
             data = data[end + 1 :]
         keep = self._unfinished(data)
         self._rest = data[len(data) - keep :]
         if len(data) > keep:
-            pieces.append(data[: len(data) - keep])
+            pieces.append((self.stream, data[: len(data) - keep]))
         return pieces
 
     def _unfinished(self, data: bytes) -> int:

@@ -273,10 +273,10 @@ class Supervisor:
             self._close_pipe(pipe)
             return
         for piece in data:
-            if isinstance(piece, bytes):
-                self._router.feed(pipe.rank, pipe.stream, piece)
-            else:
+            if isinstance(piece, int):
                 self._show(self._members[pipe.rank], piece)
+            else:
+                self._router.feed(pipe.rank, *piece)
 
     def _close_pipe(self, pipe: MarkedPipe) -> None:
         if not pipe.is_open:
@@ -548,8 +548,16 @@ class RunObservers:
             insiders = [rank for rank in range(spec.world_size) if rank not in excluded_ranks]
             shown = [rank for rank in insiders if shown is None or rank in shown]
         heard = [*([] if recorder is None else [recorder]), *self.listeners]
-        kept_bytes = KEPT_BYTES if is_notebook_kernel() else None
-        router = OutputRouter(spec.world_size, self.screen, shown_ranks=shown, log=log, kept_bytes=kept_bytes)
+        is_notebook = is_notebook_kernel()
+        router = OutputRouter(
+            spec.world_size,
+            self.screen,
+            shown_ranks=shown,
+            log=log,
+            kept_bytes=KEPT_BYTES if is_notebook else None,
+            # The other stream is red there, and text of one stream cannot be written over a bar of the other.
+            bars_on="stdout" if is_notebook else None,
+        )
         with closing(router):
             supervisor = Supervisor(
                 worker_group,

@@ -62,8 +62,8 @@ class RankStreams:
             os.close(source)
         old = (sys.stdout, sys.stderr)
         # Made here, not in the kernel: a stream asks its descriptor once whether it can seek.
-        sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]
-        sys.stderr = sys.__stderr__ = _text_stream(2)  # type: ignore[misc]
+        sys.stdout = sys.__stdout__ = _text_stream(io.FileIO(1, "w", closefd=False))  # type: ignore[misc]
+        sys.stderr = sys.__stderr__ = _text_stream(_ErrorsInOrder(self._mark_fd, self._nonce))  # type: ignore[misc]
         return old
 
     def publish(self, message: dict[str, Any]) -> None:
@@ -97,13 +97,42 @@ class RankStreams:
             self._channel.send({"op": op})
 
 
-def mark(nonce: str, message_id: int) -> bytes:
-    """Return the bytes that stand for rich message `message_id` in a rank's output pipe."""
-    return f"\x1e{nonce}:{message_id}\x1e".encode()
+def mark(nonce: str, what: int | str) -> bytes:
+    """Return the bytes that stand in a rank's output pipe for a rich message, or for a change of the stream."""
+    return f"\x1e{nonce}:{what}\x1e".encode()
 
 
-def _text_stream(fd: int) -> io.TextIOWrapper:
-    raw = io.FileIO(fd, "w", closefd=False)
+class _ErrorsInOrder(io.FileIO):
+    """Fd 2, which writes to the pipe of stdout between marks: two pipes would lose the order of their lines.
+
+    What the program's libraries write to fd 2 themselves goes there, and so does all text while fd 2 is another file.
+    """
+
+    def __init__(self, pipe_fd: int, nonce: str) -> None:
+        super().__init__(2, "w", closefd=False)
+        self._pipe_fd = pipe_fd
+        self._begin, self._end = mark(nonce, "stderr"), mark(nonce, "stdout")
+        self._own_files = _identity(2), _identity(pipe_fd)
+
+    def write(self, data: Any) -> int:
+        if (_identity(2), _identity(self._pipe_fd)) != self._own_files:  # a child may have closed what it inherited
+            return super().write(data)
+        rest = memoryview(b"".join((self._begin, data, self._end)))  # in one call: other threads print, too
+        while rest:
+            rest = rest[os.write(self._pipe_fd, rest) :]
+        return len(data)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    """Return device and number of the file that `fd` is; those of none where it is closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return 0, 0
+    return status.st_dev, status.st_ino
+
+
+def _text_stream(raw: io.FileIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
     )

@@ -106,4 +106,19 @@ def test_a_mark_is_found_wherever_two_reads_cut_it() -> None:
         pieces += pipe.read() or []
         pipe.close()
         at = pieces.index(7)
-        assert (b"".join(pieces[:at]), b"".join(pieces[at + 1 :])) == (b"before", b"after"), f"cut at {cut}"
+        before, after = (b"".join(text for _, text in part) for part in (pieces[:at], pieces[at + 1 :]))
+        assert (before, after) == (b"before", b"after"), f"cut at {cut}"
+
+
+def test_a_mark_changes_the_stream_wherever_two_reads_cut_it() -> None:
+    text = b"out\x1enonce:stderr\x1eerr\x1enonce:stdout\x1eout again"
+    for cut in range(len(text) + 1):
+        read, write = os.pipe()
+        pipe, streams = MarkedPipe(read, 0, "stdout", "nonce"), {"stdout": b"", "stderr": b""}
+        for part in (text[:cut], text[cut:]):
+            os.write(write, part)
+            for stream, piece in pipe.read() or []:
+                streams[stream] += piece
+        os.close(write)
+        pipe.close()
+        assert streams == {"stdout": b"outout again", "stderr": b"err"}, f"cut at {cut}"
