@@ -28,6 +28,7 @@ from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes import shutdown
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.output.router import OutputRouter
 from nbaccel.output.screens import ConsoleScreen
 
 
@@ -264,6 +265,24 @@ def test_what_a_rank_wrote_before_it_was_killed_arrives(capfd: pytest.CaptureFix
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("word ")]
     assert len(lines) == 8000
     assert lines[-1].endswith(" 7999")
+
+
+def test_it_arrives_also_where_the_notebook_takes_long_to_read_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def dies() -> None:
+        os.write(1, b"".join(b"%s %d\n" % (b"word " * 20, number) for number in range(8000)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def feed(router: OutputRouter, rank: int, stream: str, data: bytes) -> None:
+        time.sleep(0.3)
+        as_before(router, rank, stream, data)
+
+    as_before = OutputRouter.feed
+    monkeypatch.setattr(OutputRouter, "feed", feed)
+    with pytest.raises(RankDied):
+        launch(dies, 1, cpu=True)
+    assert sum(line.startswith("word ") for line in capfd.readouterr().out.splitlines()) == 8000
 
 
 @pytest.mark.filterwarnings("always::ResourceWarning")

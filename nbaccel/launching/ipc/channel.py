@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 __all__ = [
+    "PIPE_BYTES",
     "PROMPT",
     "Channel",
     "Frame",
@@ -147,6 +148,8 @@ It has a place among the lines as a picture does, and the rank waits for its ans
 """
 
 
+PIPE_BYTES = 1 << 20
+"""What a rank's output pipe holds, where the system allows it."""
 _READ_AT_ONCE = 1 << 18
 
 
@@ -165,6 +168,7 @@ class MarkedPipe:
         self.stream = stream
         self.is_open = True
         self.was_empty = False
+        self.nbytes = 0  # read so far
         self._opening = f"\x1e{nonce}:".encode()
         self._rest = b""
 
@@ -180,6 +184,7 @@ class MarkedPipe:
             self.was_empty = True
             return []
         self.was_empty = False
+        self.nbytes += len(data)
         if not data:
             rest, self._rest = self._rest, b""
             return [(self.stream, rest)] if rest else None

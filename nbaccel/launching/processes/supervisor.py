@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from nbaccel.base.events import Listener, RankRestarted
 from nbaccel.base.world import is_notebook_kernel
-from nbaccel.launching.ipc.channel import PROMPT, MarkedPipe
+from nbaccel.launching.ipc.channel import PIPE_BYTES, PROMPT, MarkedPipe
 from nbaccel.launching.ipc.control import SAVE_GRACE_S
 from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.ipc.spec import LaunchSpec
@@ -387,14 +387,15 @@ class Supervisor:
             member.displays.clear()
 
     def _drain(self, gone: Collection[int]) -> None:
-        """Read the rest of the pipes; a process that still holds a writing end gets a short time, not more.
+        """Read what the pipes hold; a process that still holds a writing end, and writes nothing, gets a short time.
 
         Args:
             gone: Ranks whose pipes are not needed any more. The others have written all output of this run by now.
         """
         deadline = time.monotonic() + _DRAIN_S
         for pipe in self._worker_group.pipes:
-            while pipe.is_open and time.monotonic() < deadline + _DRAIN_S:
+            most = pipe.nbytes + PIPE_BYTES  # a child of the rank may write for ever
+            while pipe.is_open and pipe.nbytes < most:
                 before = time.monotonic()
                 self._on_output(pipe)
                 if pipe.is_open and pipe.was_empty:

@@ -16,7 +16,7 @@ import threading
 from typing import Any
 
 from nbaccel.errors import NoInput
-from nbaccel.launching.ipc.channel import PROMPT, Channel
+from nbaccel.launching.ipc.channel import PIPE_BYTES, PROMPT, Channel
 from nbaccel.launching.ipc.spec import WorkerBoot
 from nbaccel.launching.rank.debugger import RunIsOver
 
@@ -24,8 +24,6 @@ __all__ = [
     "RankStreams",
     "mark",
 ]
-
-_PIPE_BYTES = 1 << 20
 
 
 class RankStreams:
@@ -53,7 +51,7 @@ class RankStreams:
         stdout_fd, stderr_fd = self._boot.stdout_fd, self._boot.stderr_fd
         for fd in (stdout_fd, stderr_fd):
             with contextlib.suppress(OSError):  # over the system's limit for pipes: the default size works too
-                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         # A separate copy for marks: user code may point fd 1 elsewhere.
         self._mark_fd = fcntl.fcntl(stdout_fd, fcntl.F_DUPFD_CLOEXEC, 3)
         empty = os.open(os.devnull, os.O_RDONLY)
