@@ -48,6 +48,7 @@ from nbaccel.features.cell_checkpoints.loader_draws import (
 from nbaccel.features.cell_checkpoints.marked_loops import (
     CELL,
     LOOPS,
+    READS_BY_TEXT,
     GoesOnAt,
     LoopSite,
     Path,
@@ -70,7 +71,7 @@ from nbaccel.features.source.users_functions import (
     uses_name,
 )
 from nbaccel.launching.tasks.cell_code import CellSource
-from nbaccel.namespace.names import READ_BY_TEXT, read_before_made
+from nbaccel.namespace.names import read_before_made
 from nbaccel.train.step.raw_loop_hooks import batches_are_parts
 
 __all__ = ["Boundary", "GoingOn", "MarkedCell", "Roots", "RunWatcher"]
@@ -578,7 +579,9 @@ class Boundary:
         number, _, name = root.rpartition(":")
         standing, path = standings[int(number or 0)], paths[int(number or 0)]
         others = self._cell.program.mentioned_elsewhere(standing.function)
-        if not READ_BY_TEXT.isdisjoint(others) or name in (others if not number else standing.frame.f_code.co_cellvars):
+        if not READS_BY_TEXT.isdisjoint(others) or name in (
+            others if not number else standing.frame.f_code.co_cellvars
+        ):
             return True
         names = standing.frame.f_globals | standing.frame.f_locals
         texts = ["\n".join(map(ast.unparse, statements)) for statements in ahead(standing.function.body, path)]

@@ -43,6 +43,7 @@ from nbaccel.namespace.names import READ_BY_TEXT
 __all__ = [
     "CELL",
     "LOOPS",
+    "READS_BY_TEXT",
     "GoesOnAt",
     "LoopSite",
     "Path",
@@ -53,6 +54,9 @@ __all__ = [
     "bound_by",
     "marked",
 ]
+
+READS_BY_TEXT = READ_BY_TEXT | {"get_ipython"}
+"""Functions by which code may read any name; a magic is a call of the last."""
 
 LOOPS = "__nbaccel_loops__"
 """The builtin that marked code calls."""
@@ -234,9 +238,9 @@ class UsersProgram:
         return [each for each in self._functions.values() if each.name == name]
 
     def mentioned_elsewhere(self, function: UsersFunction) -> set[str]:
-        """Return the names in all other functions, and in what a function of these texts may ask for by a text."""
+        """Return the names in all other functions, and of those of `READS_BY_TEXT` in this one, too."""
         named = (self._mentions[each] for each in self._functions.values() if each is not function)
-        return set().union(*named, READ_BY_TEXT & self._mentions[function])
+        return set().union(*named, READS_BY_TEXT & self._mentions[function])
 
     def is_marked(self, file: str) -> bool:
         """Return whether a file has a loop that is marked."""

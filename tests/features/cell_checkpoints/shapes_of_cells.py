@@ -405,6 +405,16 @@ for epoch in range(2):
 """,
         "dist is a Categorical, which no file of data can hold",
     ),
+    "a distribution that a magic may read": (
+        "def get_ipython(): return types.SimpleNamespace(run_line_magic=lambda name, line: None)\nimport types\n",
+        SETUP
+        + """
+for x, y in loader:
+    dist = torch.distributions.Categorical(logits=model(x).detach()); step(model, opt, x, y)
+    get_ipython().run_line_magic("time", "dist.entropy()")
+""",
+        "dist is a Categorical, which no file of data can hold",
+    ),
     "a distribution that a function reads": (
         "def entropy(): return dist.entropy().mean().item()\n",
         SETUP
