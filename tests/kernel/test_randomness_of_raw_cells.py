@@ -1,4 +1,7 @@
-"""A cell that knows no ranks draws the notebook's random numbers, in every rank, and the notebook goes on after it."""
+"""A cell that knows no ranks draws the notebook's random numbers, in every rank, and the notebook goes on after it.
+
+One that prepares draws apart, unless the program has seeded all ranks.
+"""
 
 from __future__ import annotations
 
@@ -138,3 +141,44 @@ def test_ranks_draw_apart_once_a_library_has_wrapped_a_model_for_them(kernel: Re
     kernel.do(accelerate("found = library.train(seeds=7)", start, 2))
     ours, theirs = kernel.value("found")
     assert ours[1:] == theirs[1:]
+
+
+DRAWS_FOR_SAMPLES = """
+import random
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Augmented(Dataset):
+    def __len__(self): return 16
+    def __getitem__(self, at): return torch.tensor([np.random.rand(), random.random(), torch.rand(()).item()])
+"""
+
+PREPARED = """
+from nbaccel import Accelerator
+{seeds}
+accelerator = Accelerator()
+model = torch.nn.Linear(3, 1)
+model, loader = accelerator.prepare(model, DataLoader(Augmented(), batch_size=4, num_workers={workers}))
+drawn = [accelerator.gather(batch[None]) for batch in loader]
+drawn = [set(torch.cat([each[rank] for each in drawn]).flatten().tolist()) for rank in range(2)]
+common = len(drawn[0] & drawn[1])
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_prepared_loop_draws_for_its_samples_apart_and_alike_once_the_program_has_seeded_all_ranks(
+    kernel: RealKernel, workers: int
+) -> None:
+    """As in Accelerate: `set_seed` gives all ranks, and their workers, the same noise, but for `device_specific`."""
+    kernel.do(DRAWS_FOR_SAMPLES)
+    seeds = {
+        "": 0,
+        "from nbaccel.utils import set_seed; set_seed(5)": 24,
+        "from nbaccel.utils import set_seed; set_seed(5, device_specific=True)": 0,
+    }
+    found = {}
+    for line in seeds:
+        kernel.do(accelerate(PREPARED.format(seeds=line, workers=workers)))
+        found[line] = kernel.value("common")
+    assert found == seeds
