@@ -35,7 +35,16 @@ from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter, TurnWeights
 from nbaccel.train.raw_loop.exchange import GradientExchange, Round
-from nbaccel.train.raw_loop.gradient_weights import VALUES, Header, Say, Told, as_floats, exchange, factors
+from nbaccel.train.raw_loop.gradient_weights import (
+    VALUES,
+    Header,
+    LeastCount,
+    Say,
+    Told,
+    as_floats,
+    exchange,
+    factors,
+)
 from nbaccel.train.raw_loop.graph import (
     forget_scaled,
     is_compiled,
@@ -341,7 +350,13 @@ class Averaging:
         if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
             self._notices.note_lengths()
         pure = self._losses.without_batch(header.says[self._world.rank].shape, terms, header.counts, givers, handed)
-        weights = factors(header, givers, pure, self._losses.references)
+        try:
+            weights = factors(header, givers, pure, self._losses.references)
+        except LeastCount:
+            raise self._is_of_own_batches(
+                "the loss is divided by a count, which is 1 in a part of this batch: that may stand for none, as in "
+                "max(count, 1), and the count of the whole batch is not known"
+            ) from None
         if weights is None:
             why = "its terms differ between ranks, as by a branch on samples; or one is divided by its batch twice; or"
             raise self._cannot_measure(f"{why} a single sample shows too little")
@@ -393,6 +408,7 @@ class Averaging:
                 whole=handed.whole,
                 obstacle=has_obstacle,
                 gives=gives,
+                least=self._watch.has_least,
                 at=self._steps.count,
                 steps=self._steps.taken,
                 batches=self._passes.batches if handed.is_part else 0,

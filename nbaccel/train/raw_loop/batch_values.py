@@ -45,6 +45,7 @@ _PRODUCTS = names("mm bmm addmm baddbmm dot vdot mv")
 _COLLECTED = names("scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_")
 _SUMS = names("sum nansum count_nonzero")
 _KEEP_COUNTS = names("clamp clamp_ clamp_min clamp_min_ maximum mul mul_ add add_ _to_copy clone")
+_LEAST = names("clamp clamp_ clamp_min clamp_min_ maximum")
 _JOINING = names("cat stack")
 _PICKING = names("index index_select gather take _unsafe_index embedding")
 _NEW = names("lift_fresh full scalar_tensor new_full fill fill_")
@@ -66,6 +67,7 @@ class BatchWatch:
     def __init__(self, watches: bool = True, is_trained: Callable[[Tensor], bool] = lambda tensor: False) -> None:
         self._watches = watches
         self._is_trained = is_trained
+        self._has_least = False
         self._trace: _Trace | None = None
         self._before: list[SeenMemory] = []
 
@@ -73,6 +75,11 @@ class BatchWatch:
     def is_on(self) -> bool:
         """True while values of the whole batch are looked for."""
         return self._trace is not None and self._trace.marks
+
+    @property
+    def has_least(self) -> bool:
+        """True if a count of samples was watched that was given a least value, or left torch and may have been."""
+        return self._has_least or (self._trace is not None and self._trace.has_least)
 
     @property
     def is_open(self) -> bool:
@@ -120,6 +127,7 @@ class BatchWatch:
         """Watch no longer. Calling this again has no effect."""
         trace, self._trace = self._trace, None
         if trace is not None:
+            self._has_least = self._has_least or trace.has_least
             _leave(trace)
 
     @contextmanager
@@ -223,7 +231,7 @@ class _Trace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.marks = marks
         self.outside = outside
-        self.is_at_work = True
+        self.is_at_work, self.has_least = True, False
         self._rows: set[int] = set()
         self._marks: dict[int, _Mark] = {}  # by storage
         self._left: dict[float, str] = {}  # numbers that have left torch, with the line they are of
@@ -275,6 +283,7 @@ class _Trace(TorchDispatchMode):
         is_view = func.is_view and not func._schema.is_mutable and not hidden
         if not (marked or hidden) or not results or is_view:
             return
+        self.has_least = self.has_least or (name in _LEAST and any(its & COUNT for _, its, _ in marked))
         bits = HIDDEN | BATCH if hidden else 0
         line = hidden or next((each[2] for each in marked if each[2]), "")
         has_graph = torch.is_grad_enabled() and any(each.is_floating_point() for each in results) and name != "detach"
@@ -379,6 +388,7 @@ class _Trace(TorchDispatchMode):
     def _note_left(self, marked: Sequence[tuple[Tensor, int, str]], value: Any) -> None:
         """Note a number of the batch that becomes one of Python's."""
         for _, bits, line in marked:
+            self.has_least = self.has_least or bool(bits & COUNT)
             if bits & (MIXED | HIDDEN) and (type(value) is float or bits & COUNT) and type(value) is not bool:
                 self._line = line or "a statistic"
                 if value != round(value):

@@ -25,6 +25,7 @@ __all__ = [
     "TERMS",
     "VALUES",
     "Header",
+    "LeastCount",
     "References",
     "Say",
     "Told",
@@ -241,6 +242,10 @@ def differ(numbers: Sequence[float]) -> bool:
     return any(not math.isclose(each, numbers[0], rel_tol=_NEAR) for each in numbers)
 
 
+class LeastCount(Exception):
+    """A count that divides a loss is 1 in a part: that may stand for none, as in ``max(count, 1)``."""
+
+
 def factors(
     header: Header, givers: Sequence[int], of_parameters: Sequence[bool], references: References
 ) -> list[list[float]] | None:
@@ -249,6 +254,9 @@ def factors(
     Args:
         givers: Ranks whose gradients count; those of others do not.
         of_parameters: By term, whether it is without a batch.
+
+    Raises:
+        LeastCount: They are not known.
     """
     says, first = header.says, header.says[givers[0]]
     size, count = len(says), int(first.terms)
@@ -297,6 +305,12 @@ def factors(
             adds = references.is_additive(key, constants, rows, first.whole, elements_of)
             values = [header.values[rank][:1] for rank in givers]
             parts = _without_empty(constants, rows, values if count == 1 else []) if adds else None
+            if (
+                parts is not None
+                and header.any("least")
+                and any(part == 1 < row for part, row in zip(parts, rows, strict=True))
+            ):
+                raise LeastCount
         shares = [1.0] * len(givers) if parts is None else [part / (sum(parts) or 1.0) for part in parts]
         column = [0.0] * size
         for rank, share, factor in zip(givers, shares, factor_of, strict=True):
@@ -347,6 +361,7 @@ class Say:
         whole: The number of samples of the whole batch of which it has a part.
         obstacle: Not 0 if the loss is no sum over samples.
         gives: 1 if its gradient counts.
+        least: 1 if the loop may divide by the larger one of a count and 1.
         at: The number of its step.
         steps: The number of steps of optimizers so far.
         batches: The number of batches that were handed out, where they are cut; else 0.
@@ -370,6 +385,7 @@ class Say:
     whole: float = 0
     obstacle: float = 0
     gives: float = 1
+    least: float = 0
     values: float = 0
     at: float = 0
     steps: float = 0

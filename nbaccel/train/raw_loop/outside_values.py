@@ -278,9 +278,11 @@ def of_parts(
         if not all(key in each for each in told):
             continue
         values = [each[key] for each in told]
-        if len({value.times for value in values}) > 1 or len({value.shape for value in values}) > 1:
-            continue
         first = values[0]
+        are_uneven = len({value.times for value in values}) > 1
+        is_once_each = not any(row and value.times % row for value, row in zip(values, rows, strict=True))
+        if (are_uneven and (is_once_each or first.is_fresh)) or len({value.shape for value in values}) > 1:
+            continue
         if len(set(rows)) > 1:
             fixed.add(key)
         if len({value.digest for value in values}) == 1:

@@ -415,6 +415,32 @@ def test_a_state_that_each_rank_makes_of_its_parts_ends_before_it_is_trained_on(
         assert how == STATES
 
 
+def rare_positives() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        positive = (t > 0.9).to(out)
+        return F.binary_cross_entropy_with_logits(out, positive, reduction="sum") / positive.sum().clamp(min=1)
+
+    return _fit(loss)
+
+
+def rare_positives_as_a_number() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        positive = (t > 0.9).to(out)
+        each = F.binary_cross_entropy_with_logits(out, positive, reduction="none")
+        return each.sum() / max(1, int(positive.sum().item()))
+
+    return _fit(loss)
+
+
+@pytest.mark.parametrize("program", [rare_positives, rare_positives_as_a_number])
+def test_a_least_count_by_which_a_loss_is_divided_ends_before_it_is_trained_on(
+    program: Callable[[], list[float]],
+) -> None:
+    for found, how, _ in run_ranks(3, _in_a_rank, program):
+        assert "the loss is divided by a count, which is 1 in a part of this batch" in found
+        assert how == STATES
+
+
 def test_the_name_of_a_state_and_its_line_are_told() -> None:
     (found, *_), _ = run_ranks(2, _in_a_rank, bank_of_predictions)
     assert found.startswith("the loss uses ")
@@ -455,6 +481,8 @@ def _told(found: int, shape: tuple[int, ...] = (), number: float = 0.0, times: i
         ([_told(1, (9, 5)), _told(2, (7, 5))], (9, 7), False),  # of the samples
         ([_told(1, (8, 5)), _told(2, (8, 5))], (8, 8), False),  # perhaps
         ([_told(1, (5,), times=9), _told(2, (5,), times=7)], (9, 7), False),  # one for each sample
+        ([_told(1, (5,), times=18), _told(2, (5,), times=14)], (9, 7), False),
+        ([_told(1, (5,), times=6), _told(2, (5,), times=5)], (9, 7), True),  # some of those that a loop has kept
         ([_told(1, number=0.123, is_fresh=True), _told(2, number=0.234, is_fresh=True)], (8, 8), True),
         ([_told(1, number=9 / 32, is_fresh=True), _told(2, number=7 / 32, is_fresh=True)], (9, 7), False),
         ([_told(1, number=1 / 3, is_fresh=True), _told(2, number=1 / 5, is_fresh=True)], (8, 8), False),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nbaccel.train.raw_loop.gradient_weights import Header, References, Say, factors
+from nbaccel.train.raw_loop.gradient_weights import Header, LeastCount, References, Say, factors
 
 NONE = -1.0
 
@@ -172,3 +172,16 @@ def test_a_sum_that_was_taken_for_one_over_a_constant_ends_where_it_becomes_anot
 def test_a_mean_that_is_multiplied_by_as_many_as_it_has_samples_cannot_be_told_without_a_whole_batch() -> None:
     assert weights(header([4, 4], [1 / 2, 1 / 2], [2, 2], 8)) is None
     assert weights(header([5, 3], [1 / 2, 1 / 2], [5, 3], 8)) == [5 / 8, 3 / 8]
+
+
+@pytest.mark.parametrize("values", [[0.5, 0.5], [0.0, 0.5]])
+def test_a_count_of_one_that_may_stand_for_none_is_not_added_up(values: list[float]) -> None:
+    """`loss.sum() / positives.sum().clamp(min=1)`: a part without positives has a loss as well, unless it is masked."""
+    said = header([NONE, NONE], [1, 3], [4, 4], 8, values=values)
+    assert weights(said) == ([0.25, 0.75] if values[0] else [0, 1])
+    said.says[0].least = 1
+    if values[0]:
+        with pytest.raises(LeastCount):
+            weights(said)
+    else:
+        assert weights(said) == [0, 1]
