@@ -8,12 +8,15 @@ that were picked by their place, such as ``x[:10]`` or a chunk, is `PICKED`: a p
 fewer. Graphs themselves are read by `terms` and `sample_independence`, and a count that divides a loss by
 `gradient_weights`.
 
-What leaves torch is followed by its value only: ``.item()`` that comes back as a number or in a small new tensor.
+A number that leaves torch, as by ``.item()``, is followed by its value, where it comes back as a number or in a small
+new tensor. NumPy and Python are not followed: once they have numbers of several samples, a new tensor of the batch's
+length is `MADE`, maybe of several samples for each. One that has the same numbers as what has left is of the batch.
 What enters a loss from outside of its batch is followed by `outside_values`, in these batches and in some later ones.
 """
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +30,16 @@ from torch.utils._pytree import tree_leaves
 
 from nbaccel.base.notices import is_users
 from nbaccel.train.distributed.callers import users_frames
+from nbaccel.train.oom.microbatch.slicing import is_array
 from nbaccel.train.raw_loop.node_kinds import names
 from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValues, SeenMemory, tensors_in
 
 __all__ = ["BatchWatch"]
 
-BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED = 1, 2, 4, 8, 16, 32
+BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED, MADE = 1, 2, 4, 8, 16, 32, 64
 """Marks of a tensor: it depends on the batch; on single samples only; it was reduced over samples; it is a sum of
-samples that has no graph, such as a count; it depends on the number of a `MIXED` one; on samples picked by place."""
+samples that has no graph, such as a count; it depends on the number of a `MIXED` one; on samples picked by place; on
+what was made outside of torch, after numbers of several samples had left it."""
 
 _REDUCING = names(
     "sum nansum mean prod amax amin max min aminmax median nanmedian mode kthvalue std var std_mean var_mean norm "
@@ -48,7 +53,9 @@ _KEEP_COUNTS = names("clamp clamp_ clamp_min clamp_min_ maximum mul mul_ add add
 _LEAST = names("clamp clamp_ clamp_min clamp_min_ maximum")
 _JOINING = names("cat stack")
 _PICKING = names("index index_select gather take _unsafe_index embedding")
+_FRESH = "lift_fresh"  # of memory that torch did not fill
 _NEW = names("lift_fresh full scalar_tensor new_full fill fill_")
+_NUMBERS = ("b", "i", "u", "f")  # kinds of NumPy's types
 _MOST_NEW = 4096
 _LONGEST_LINE = 60
 _FRAMES = 6
@@ -97,6 +104,7 @@ class BatchWatch:
                 return
             self._trace = _Trace(marks, OutsideUses(self._is_trained))
             self._trace.outside.add_memory(self._before)
+            _tell_what_leaves(True)
             self._trace.__enter__()  # type: ignore[no-untyped-call]
         self._trace.marks = self._trace.marks or marks
         self._trace.add(batch, rows)
@@ -129,6 +137,7 @@ class BatchWatch:
         if trace is not None:
             self._has_least = self._has_least or trace.has_least
             _leave(trace)
+            _tell_what_leaves(False)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,6 +195,31 @@ def _leave(trace: _Trace) -> None:
         _push_mode(each)
 
 
+def _telling(name: str) -> Callable[..., Any]:
+    """Return a method of tensors that tells the trace at work whose numbers it gives away."""
+    original = getattr(Tensor, name)
+
+    @functools.wraps(original)
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(trace := _get_current_dispatch_mode(), _Trace):
+            trace.note_leaves(tensor)
+        return original(tensor, *args, **kwargs)
+
+    return call
+
+
+_TELLING = {name: _telling(name) for name in ("numpy", "tolist")}
+"""In place of methods that no operation shows, while a batch is watched."""
+
+
+def _tell_what_leaves(tells: bool) -> None:
+    for name, method in _TELLING.items():
+        if tells and name not in vars(Tensor):  # a library may have put its own there
+            setattr(Tensor, name, method)
+        elif not tells and vars(Tensor).get(name) is method:
+            delattr(Tensor, name)
+
+
 class _Mark(NamedTuple):
     """Marks of the memory of a tensor.
 
@@ -236,6 +270,8 @@ class _Trace(TorchDispatchMode):
         self._marks: dict[int, _Mark] = {}  # by storage
         self._left: dict[float, str] = {}  # numbers that have left torch, with the line they are of
         self._line = ""  # the last of these lines
+        self._taken: list[Any] = []  # tensors, or arrays, of which NumPy or Python has the numbers
+        self._ones: list[Any] = []  # numbers of single samples that it has
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -245,15 +281,20 @@ class _Trace(TorchDispatchMode):
     def add(self, batch: Any, rows: int) -> None:
         self._rows.add(rows)
         self.outside.add(batch)
-        for tensor in tree_leaves(batch):
-            if isinstance(tensor, Tensor) and self._axis(tensor.shape) is not None:
-                self._mark(tensor, BATCH, "")
+        for each in tree_leaves(batch):
+            if isinstance(each, Tensor):
+                if self._axis(each.shape) is not None:
+                    self._mark(each, BATCH, "")
+            elif is_array(each) and getattr(each.dtype, "kind", "") in _NUMBERS:
+                self._taken.append(each)
 
     def obstacle_in(self, tensor: Tensor) -> str:
         """Return the value of the batch that `tensor` depends on, with its line; "" if it depends on none."""
         bits, line = self._read(tensor)
         if bits & HIDDEN:
             return f"its loss uses a number of the whole batch ({line or 'a statistic'})"
+        if bits & MADE:
+            return f"its loss uses what NumPy or Python made of its samples, maybe of several together ({line})"
         return f"samples that are picked by their place in the batch ({line})" if bits & PICKED else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -280,11 +321,12 @@ class _Trace(TorchDispatchMode):
             return
         results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         hidden = self._comes_back(name, args, kwargs, results) if self._line else ""
-        is_view = func.is_view and not func._schema.is_mutable and not hidden
-        if not (marked or hidden) or not results or is_view:
+        new = 0 if hidden or name != _FRESH else self._bits_of_new(results[0])
+        is_view = func.is_view and not func._schema.is_mutable and not (hidden or new)
+        if not (marked or hidden or new) or not results or is_view:
             return
         self.has_least = self.has_least or (name in _LEAST and any(its & COUNT for _, its, _ in marked))
-        bits = HIDDEN | BATCH if hidden else 0
+        bits = HIDDEN | BATCH if hidden else new
         line = hidden or next((each[2] for each in marked if each[2]), "")
         has_graph = torch.is_grad_enabled() and any(each.is_floating_point() for each in results) and name != "detach"
         bits |= self._own_bits(func, name, args, kwargs, marked, results)
@@ -292,10 +334,10 @@ class _Trace(TorchDispatchMode):
         is_joined = name in _JOINING and results[0].shape[along] in self._rows
         if not is_joined and (any(its & PICKED for _, its, _ in marked) or self._picks(name, args, marked, results)):
             bits |= PICKED
-        if bits & (MIXED | PICKED) and not line:
+        if bits & (MIXED | PICKED | MADE) and not line:
             line = _users_line()
         for at, (tensor, its, _) in enumerate(marked):
-            bits |= its & HIDDEN
+            bits |= its & (HIDDEN | MADE)
             is_number_used = its & MIXED and not (has_graph and tensor.requires_grad) and not bits & COUNT
             if is_number_used and not _divides_a_loss(name, args, marked, at):
                 bits |= HIDDEN
@@ -388,6 +430,8 @@ class _Trace(TorchDispatchMode):
     def _note_left(self, marked: Sequence[tuple[Tensor, int, str]], value: Any) -> None:
         """Note a number of the batch that becomes one of Python's."""
         for _, bits, line in marked:
+            if not bits & (MIXED | HIDDEN):
+                self._ones.append(value)
             self.has_least = self.has_least or bool(bits & COUNT)
             if bits & (MIXED | HIDDEN) and (type(value) is float or bits & COUNT) and type(value) is not bool:
                 self._line = line or "a statistic"
@@ -404,6 +448,22 @@ class _Trace(TorchDispatchMode):
             if self._axis(values.shape) is None and bool((values != values.round()).any()):
                 return self._line
         return ""
+
+    def note_leaves(self, tensor: Tensor) -> None:
+        """Note a tensor whose numbers NumPy or Python takes."""
+        self.outside.note_leaves(tensor)
+        if self.marks and tensor.numel() > 1 and self._read(tensor)[0] & BATCH:
+            self._taken.append(tensor)
+
+    def _bits_of_new(self, tensor: Tensor) -> int:
+        """Return the marks of a tensor whose memory torch has not filled; of the batch's length, it may be `MADE`."""
+        if not (self._taken or len(self._ones) > 1) or self._axis(tensor.shape) is None:
+            return 0
+        numbers = tensor.detach().reshape(-1)
+        taken = [torch.as_tensor(each).detach() for each in self._taken]
+        if any(torch.equal(each.to(numbers).reshape(-1), numbers) for each in taken if each.numel() == len(numbers)):
+            return BATCH
+        return BATCH if self._ones[-len(numbers) :] == numbers.tolist() else BATCH | MADE
 
     # -- marks
 

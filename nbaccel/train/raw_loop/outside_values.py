@@ -53,7 +53,7 @@ class OutsideValue(NamedTuple):
         times: How many they were: as many as samples, or as steps of a sequence, where it differs between ranks.
         shape: That of the last one.
         is_fresh: It was a number, or made of numbers just then: it may be of this part of the batch.
-        is_whole: It is fresh, and its numbers are whole ones.
+        is_whole: It is fresh, and its numbers are whole ones, as sizes are; no counts that are made of the batch.
         number: The value, or the norm of a tensor.
     """
 
@@ -90,6 +90,7 @@ class _Seen:
     line: str
     digests: list[int] = field(default_factory=list)
     is_fresh: bool = False
+    may_be_size: bool = True
 
 
 class OutsideUses:
@@ -105,6 +106,7 @@ class OutsideUses:
         self._numbers: dict[float, int] = {}  # that have left torch meanwhile, or came with the batch
         self._seen: dict[str, _Seen] = {}
         self._written: dict[int, list[tuple[int, int, int]]] = {}  # stretches of outside memory, and their bits
+        self._has_counted = False  # the program has numbers of which it may make counts
         self._has_drawn = False  # a number that was drawn has left torch, and others may be made of it
         self._is_blind = False  # the batch was too large an object to know its tensors
 
@@ -156,9 +158,14 @@ class OutsideUses:
                 stretches = self._written.setdefault(each.untyped_storage()._cdata, [])
                 stretches.append((*_stretch(each), bits))
 
+    def note_leaves(self, tensor: Tensor) -> None:
+        """Note a tensor whose numbers become those of NumPy or Python."""
+        self._has_counted = self._has_counted or (tensor.numel() > 1 and self._known(tensor) is not None)
+
     def note_left(self, tensor: Tensor, value: Any, is_of_batch: bool) -> None:
         """Note a tensor's number that becomes one of Python's."""
         bits = self._known(tensor) or 0
+        self._has_counted = self._has_counted or (type(value) is int and self._known(tensor) is not None)
         if type(value) is float:
             self._numbers[value] = bits
         self._has_drawn = self._has_drawn or bool(bits & _RANDOM and not is_of_batch)
@@ -214,7 +221,7 @@ class OutsideUses:
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = _Seen(2 << len(self._seen), value, line)
-        seen.value, seen.is_fresh = value, is_fresh
+        seen.value, seen.is_fresh, seen.may_be_size = value, is_fresh, not self._has_counted
         seen.digests.append(found)
         return seen.bit
 
@@ -330,7 +337,8 @@ def _told(seen: _Seen) -> OutsideValue:
         values = value.detach()
         if values.numel() and values.dtype is not torch.bool and not values.is_complex():
             numbers = values.double()
-            value, is_whole = float(numbers.norm()), seen.is_fresh and bool((numbers == numbers.round()).all())
+            may_be_size = seen.is_fresh and seen.may_be_size
+            value, is_whole = float(numbers.norm()), may_be_size and bool((numbers == numbers.round()).all())
         else:
             value = 0.0
     return OutsideValue(len(seen.digests), shape, seen.is_fresh, is_whole, digest(repr(seen.digests)), float(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,54 @@ OF_THE_WHOLE = [
     divided_by_their_sum, softmax_over_samples, harder_than_the_mean, hardest_of_them, standardised,
     standardised_in_place, whitened, class_counts, weight_that_was_a_number, divisor_that_was_a_number,
     balanced_by_values, masked_mean_over_a_mean,
+]  # fmt: skip
+
+
+# Made outside of torch, of numbers of several samples
+
+
+def weights_by_numpy(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    each = one_by_one(model, x, t)
+    losses = each.detach().numpy()
+    return (each * torch.from_numpy(losses / losses.sum())).sum()
+
+
+def harder_half_by_numpy(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    each = one_by_one(model, x, t)
+    losses = np.asarray(each.detach())
+    return (each * torch.as_tensor((losses > np.median(losses)) * 1.0)).mean()
+
+
+def standardised_by_numpy(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    numbers = x.numpy()
+    return one_by_one(model, torch.tensor((numbers - numbers.mean(0)) / numbers.std(0)), t).mean()
+
+
+def weights_of_a_list(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    kinds = (t > 0.5).tolist()
+    weights = x.new_tensor([1 / kinds.count(kind) for kind in kinds])
+    return (weights * one_by_one(model, x, t)).mean()
+
+
+def weights_of_single_numbers(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    numbers = [each.item() for each in t]
+    return (torch.tensor([each / max(numbers) for each in numbers]) * one_by_one(model, x, t)).mean()
+
+
+def mask_by_an_index_of_numpy(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    kept: Tensor = one_by_one(model, x, t)[np.argsort(t.numpy()) > 1]
+    return kept.mean()
+
+
+def as_many_of_each_kind(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    kinds = np.argsort(t.numpy())
+    picked = np.repeat(kinds[: len(x) // 2], 2)  # as many as there are samples
+    return one_by_one(model, x[picked], t[picked]).mean()
+
+
+MADE_OUTSIDE = [
+    weights_by_numpy, harder_half_by_numpy, standardised_by_numpy, weights_of_a_list, weights_of_single_numbers,
+    mask_by_an_index_of_numpy, as_many_of_each_kind,
 ]  # fmt: skip
 
 
@@ -203,7 +252,21 @@ def metrics_beside_it(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     right = ((model(x).squeeze(1) > 0.5) == (t > 0.5)).sum().item()
     assert right <= len(x)
     assert x.abs().max().item() < 100
+    assert np.abs(x.numpy()).max() < 100
+    assert sum(t.tolist()) <= len(t) + float(loss.detach().numpy())
     return loss + 0.5 * torch.full((2,), 1.0).mean()
+
+
+def there_and_back(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    x, t = torch.from_numpy(x.numpy().astype("float64")).to(x), torch.tensor([each.item() for each in t])
+    lengths = torch.as_tensor((t * 3).long().tolist())
+    return (one_by_one(model, x, t) * (1 + lengths)).mean()
+
+
+def weights_that_were_made_before(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    weights = torch.from_numpy(np.linspace(0.5, 1.5, 7))
+    assert np.isfinite(x.numpy()).all()
+    return (weights[(t * 7).long()] * one_by_one(model, x, t)).mean()
 
 
 def weights_of_the_program(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
@@ -213,7 +276,8 @@ def weights_of_the_program(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
 
 OF_SAMPLES = [
     masked_mean, sorted_by_length, standardised_sample_by_sample, metrics_beside_it, weights_of_the_program,
-    chunks_that_are_joined, picked_by_their_values, in_another_order, columns,
+    chunks_that_are_joined, picked_by_their_values, in_another_order, columns, there_and_back,
+    weights_that_were_made_before,
 ]  # fmt: skip
 
 
@@ -243,6 +307,21 @@ def test_a_number_of_the_whole_batch_in_a_loss_is_found(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", PICKED, ids=lambda loss: loss.__name__)
 def test_samples_that_are_picked_by_their_place_are_found(loss: Loss) -> None:
     assert obstacle(loss).startswith("samples that are picked by their place in the batch (")
+
+
+@pytest.mark.parametrize("loss", MADE_OUTSIDE, ids=lambda loss: loss.__name__)
+def test_what_may_be_made_of_several_samples_outside_of_torch_is_found(loss: Loss) -> None:
+    assert obstacle(loss).startswith("its loss uses what NumPy or Python made of its samples, maybe of several")
+    assert "numpy" not in vars(Tensor)
+
+
+def test_what_numpy_makes_of_a_batch_of_arrays_is_found() -> None:
+    x, watch = np.ones((ROWS, 4)) * np.arange(ROWS)[:, None], BatchWatch()
+    watch.begin({"x": x, "names": np.array(["a"] * ROWS)}, ROWS)
+    as_it_is, made = torch.from_numpy(x).square().mean(), torch.from_numpy(x - x.mean(0)).square().mean()
+    assert not watch.obstacle([as_it_is])
+    assert watch.obstacle([made])
+    watch.end()
 
 
 @pytest.mark.parametrize("loss", OF_SAMPLES, ids=lambda loss: loss.__name__)
@@ -298,7 +377,12 @@ def _in_a_rank(loss: Loss) -> tuple[list[float], bool]:
         (masked_mean, True),
         (thirds, False),
         (chunks_that_are_joined, True),
-        *(pytest.param(loss, False, marks=pytest.mark.full) for loss in [*OF_THE_WHOLE[1:], *PICKED]),
+        (weights_by_numpy, False),
+        (there_and_back, True),
+        *(
+            pytest.param(loss, False, marks=pytest.mark.full)
+            for loss in [*OF_THE_WHOLE[1:], *PICKED, *MADE_OUTSIDE[1:]]
+        ),
         *(pytest.param(loss, True, marks=pytest.mark.full) for loss in OF_SAMPLES[1:]),
     ],
 )

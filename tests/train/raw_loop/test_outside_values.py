@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -129,6 +130,24 @@ def loss_over_its_average() -> list[float]:
     return _fit(loss)
 
 
+def counts_by_numpy() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        kinds = (t > 0).long()
+        counts = torch.from_numpy(np.bincount(kinds.numpy(), minlength=2) + 1)
+        return ((out - t).square() / counts[kinds]).mean()
+
+    return _fit(loss)
+
+
+def counts_that_were_numbers() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        kinds = (t > 0).long()
+        counts = torch.tensor([1 + int((kinds == kind).sum()) for kind in range(2)])
+        return ((out - t).square() / counts[kinds]).mean()
+
+    return _fit(loss)
+
+
 def memory_after_some_steps() -> list[float]:
     memory: list[Tensor] = []
 
@@ -224,7 +243,8 @@ def mean_of_a_batch_by_two_losses() -> list[float]:
 
 STATEFUL = [
     moving_baseline, attribute_of_a_module, bank_of_predictions, list_of_weights, running_limit, loss_over_its_average,
-    memory_after_some_steps, memory_that_is_written_before_it_is_used, mean_of_the_first_of_two_batches,
+    counts_by_numpy, counts_that_were_numbers, memory_after_some_steps, memory_that_is_written_before_it_is_used,
+    mean_of_the_first_of_two_batches,
     mean_of_the_first_of_two_loaders, mean_of_the_first_of_unequal_loaders,
     mean_of_the_first_beside_a_new_iterator_each_time, mean_of_a_batch_by_two_losses,
 ]  # fmt: skip
@@ -298,7 +318,7 @@ def tables_by_sample() -> list[float]:
     table = torch.linspace(0.5, 1.5, ROWS * 6)
 
     def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
-        weights = torch.tensor([0.5 + int(each) % 7 for each in index])
+        weights = torch.tensor([int(each) for each in index]) / 96 + 0.5
         return (table[index] * weights * (out - t).square()).mean()
 
     return _fit(loss)
