@@ -11,8 +11,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base.missing_names import missing_from
-
 if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal to the table below
     from types import FrameType, ModuleType
 
@@ -196,8 +194,6 @@ _MODULES = frozenset(
 )
 """Modules that ``import accelerate`` makes available."""
 
-_missing = missing_from(__name__, "nbaccel.utils")
-
 __all__ = sorted(_HOME.keys() - {"map"})  # a star import must not replace Python's own map
 
 
@@ -212,7 +208,9 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version_for(sys._getframe(1))
     if name not in _HOME:
-        return _missing(name)
+        from nbaccel.base.missing_names import missing_from
+
+        return missing_from(__name__, "nbaccel.utils")(name)
     value = globals()[name] = getattr(_module_of(name), name)
     return value
 

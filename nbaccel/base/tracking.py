@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 from nbaccel.base.events import Event, Metric
-from nbaccel.base.missing_names import missing_from
 from nbaccel.base.world import World
 
 __all__ = [
@@ -44,11 +43,15 @@ _ACCELERATES = {
 }
 """Accelerate's class names of trackers that exist here too, with nbaccel's names."""
 
-_missing = missing_from("nbaccel.tracking")
-
 
 def __getattr__(name: str) -> Any:
-    return find_tracker(_ACCELERATES[name]) if name in _ACCELERATES else _missing(name)
+    if name in _ACCELERATES:
+        return find_tracker(_ACCELERATES[name])
+    if name.startswith("__"):  # an import asks for __path__
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nbaccel.base.missing_names import missing_from
+
+    return missing_from("nbaccel.tracking")(name)
 
 
 def __dir__() -> list[str]:

@@ -27,11 +27,13 @@ from nbaccel.train.strategies import strategy_class
 __all__ = ["load_for_ranks", "loop_changes", "setup_rank"]
 
 _AT_FIRST_USE = (
+    "nbaccel.base.missing_names",
     "nbaccel.base.storage",
     "nbaccel.train.checkpoint.loading",
     "nbaccel.train.checkpoint.model_weights",
     "nbaccel.train.checkpoint.saving",
     "nbaccel.train.data.dispatch",
+    "nbaccel.train.data.order_comparison",
     "nbaccel.train.data.unprepared",
     "nbaccel.train.distributed.shared_messages",
     "nbaccel.train.oom.memory.free_memory",
@@ -40,7 +42,8 @@ _AT_FIRST_USE = (
     "nbaccel.train.strategies.replicated",
     "nbaccel.train.tracker_hub",
 )
-"""Modules that a script loads when it first needs one of them: a checkpoint, several ranks, a stream, a tracker."""
+"""Modules that a script loads when it first needs one of them: a checkpoint, several ranks, a stream, a tracker,
+the sentence about a name of Accelerate's."""
 
 for _module in _AT_FIRST_USE:
     importlib.import_module(_module)

@@ -23,8 +23,8 @@ from nbaccel.features.cell_checkpoints.difference import CellDifference
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.checkpoint.atomic_folder import replacing, sweep
 from nbaccel.train.checkpoint.directory import Timeline, is_of
-from nbaccel.train.checkpoint.manifest import OF_A_CELL, Manifest, read_sealed, write_sealed
-from nbaccel.train.checkpoint.rng_files import Stamp, State
+from nbaccel.train.checkpoint.generators import State
+from nbaccel.train.checkpoint.manifest import OF_A_CELL, Manifest, Stamp, read_sealed, write_sealed
 from nbaccel.train.checkpoint.serialization import pack, unpack
 
 __all__ = ["CellPosition", "CellSave", "conditions", "is_of_cell", "next_loss", "read_place"]

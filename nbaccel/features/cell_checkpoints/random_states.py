@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbaccel.train.checkpoint import rng_files
+from nbaccel.train.checkpoint import generators
 from nbaccel.train.step.raw_loop_hooks import loop_state, restore_loop_state
 
 __all__ = ["device", "learn", "read", "restore"]
@@ -19,12 +19,12 @@ _LOOP = "loop"
 
 def read() -> dict[str, Any]:
     """Return the present states, as JSON can hold them."""
-    return rng_files.read(device()) | {_LOOP: loop_state()}
+    return generators.read(device()) | {_LOOP: loop_state()}
 
 
 def restore(state: dict[str, Any]) -> None:
     """Continue with states that `read` has returned."""
-    rng_files.restore(state, device())
+    generators.restore(state, device())
     restore_loop_state(state.get(_LOOP, {}))
 
 

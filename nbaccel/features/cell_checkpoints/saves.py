@@ -41,8 +41,7 @@ from nbaccel.train.checkpoint.atomic_folder import as_cannot_save
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy, Schedule, schedule
 from nbaccel.train.checkpoint.content import Staging
 from nbaccel.train.checkpoint.directory import FoundCheckpoint, Timeline
-from nbaccel.train.checkpoint.manifest import OF_A_CELL, Lineage, Manifest
-from nbaccel.train.checkpoint.rng_files import Stamp
+from nbaccel.train.checkpoint.manifest import OF_A_CELL, Lineage, Manifest, Stamp
 from nbaccel.train.checkpoint.serialization import ToHost, on_host
 from nbaccel.train.checkpoint.writer import Writer
 from nbaccel.train.distributed.partial_state import current_world

@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbaccel.base.quantised import base_of
-from nbaccel.train.checkpoint import rng_files
+from nbaccel.train.checkpoint import generators
 from nbaccel.train.distributed.nested import children, is_container, map_children
 
 __all__ = [
@@ -53,7 +53,7 @@ class TrainingSnapshot:
 
     def __init__(self, models: Sequence[Module], optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self._device = device
-        self._generators = rng_files.read(device)
+        self._generators = generators.read(device)
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
         self._kept: dict[int, _Restore] = {}  # by tensor: shared parameters are kept once
         self._restores: list[_Restore] = []
@@ -71,7 +71,7 @@ class TrainingSnapshot:
         with torch.no_grad():
             for restore in self._restores:
                 restore()
-        rng_files.restore(self._generators, self._device)
+        generators.restore(self._generators, self._device)
 
     def close(self) -> None:
         self._file.close()

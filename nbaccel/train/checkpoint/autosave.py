@@ -20,7 +20,7 @@ from nbaccel.base.values import frozen
 from nbaccel.base.world import World
 from nbaccel.errors import RunStopped
 from nbaccel.train.checkpoint.directory import Timeline
-from nbaccel.train.checkpoint.rng_files import State
+from nbaccel.train.checkpoint.generators import State
 from nbaccel.train.step.accumulation import Saver
 
 __all__ = [

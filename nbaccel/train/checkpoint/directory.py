@@ -29,7 +29,6 @@ from nbaccel.train.checkpoint.atomic_folder import (
     place_of,
 )
 from nbaccel.train.checkpoint.manifest import MANIFEST, Lineage, Manifest, aside
-from nbaccel.train.checkpoint.rng_files import drop_outdated
 
 __all__ = [
     "CheckpointDirectory",
@@ -235,6 +234,8 @@ class CheckpointDirectory:
             delete_whole(folder)
             for waiting in aside(folder, "rank*"):
                 waiting.unlink(missing_ok=True)
+        from nbaccel.train.checkpoint.rng_files import drop_outdated
+
         drop_outdated(place, min((Manifest.read(folder).step for folder in own[-limit:]), default=0))
 
     def _is_own(self, folder: Path) -> bool:

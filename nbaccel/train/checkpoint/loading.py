@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 
 from nbaccel.features import feature
-from nbaccel.train.checkpoint import rng_files
+from nbaccel.train.checkpoint import generators, rng_files
 from nbaccel.train.checkpoint.checkpoint_parts import CheckpointParts
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.directory import FoundCheckpoint
@@ -97,9 +97,9 @@ class RankLoad:
         else:
             state, reason = rng_files.find(choice.folder, rank, choice.manifest)
             if state is not None:
-                rng_files.restore(state, device)
+                generators.restore(state, device)
         if reason:
-            rng_files.derive(seed, training.step, rank)
+            generators.derive(seed, training.step, rank)
         reasons: list[str] = self._checkpoints.context.collectives.gather_objects([reason], "load_state, random states")
         return reasons
 

@@ -31,7 +31,7 @@ from nbaccel.train.checkpoint.atomic_folder import SUBFOLDER, may_write_below
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy
 from nbaccel.train.checkpoint.checkpoint_parts import CheckpointParts
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, FoundCheckpoint
-from nbaccel.train.checkpoint.rng_files import Stamp
+from nbaccel.train.checkpoint.manifest import Stamp
 from nbaccel.train.distributed.callers import users_line, warn_user
 
 __all__ = ["Checkpoints"]

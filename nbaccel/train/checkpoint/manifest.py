@@ -39,6 +39,7 @@ __all__ = [
     "Lineage",
     "Manifest",
     "SideThread",
+    "Stamp",
     "aside",
     "checksum",
     "read_sealed",
@@ -111,6 +112,27 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:  # it was imported from a folder on the path
         own = "not installed"
     return {"nbaccel": own, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+@frozen
+class Stamp:
+    """The name of one save, equal on all ranks that take part, without communication.
+
+    Args:
+        step: Optimizer steps done.
+        position: Batches of an open accumulation window.
+        run: The name of the run.
+        save: Distinguishes it from other saves at that moment, where the folder's name does not.
+    """
+
+    step: int
+    position: int
+    run: str
+    save: str = ""
+
+    def __str__(self) -> str:
+        moment = f"step {self.step} + {self.position} of run {self.run or '?'}"
+        return f"{moment}, {self.save}" if self.save else moment
 
 
 @frozen

@@ -23,9 +23,9 @@ from nbaccel.base.values import frozen
 from nbaccel.errors import CannotResume
 from nbaccel.train.checkpoint.autosave import Autosave, CheckpointPolicy, Deadline, may_announce
 from nbaccel.train.checkpoint.directory import FoundCheckpoint
+from nbaccel.train.checkpoint.generators import State, read
 from nbaccel.train.checkpoint.manager import Checkpoints
 from nbaccel.train.checkpoint.manifest import OF_A_CELL, Manifest
-from nbaccel.train.checkpoint.rng_files import State, read
 from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import Saver
 

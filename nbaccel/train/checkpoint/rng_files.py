@@ -1,6 +1,6 @@
-"""Random states: Python's, NumPy's and torch's generators of each rank, in a checkpoint. Runs in every rank.
+"""The files of random states in a checkpoint: one sealed JSON file for each rank. Runs in every rank.
 
-`read` and `restore` handle this process; `add` and `find` one sealed JSON file per rank.
+`generators` reads and restores the states themselves.
 
 The ranks do not wait for each other. Rank 0 commits the folder; rank r may be earlier or later. Rank r first
 writes its file beside the folder's name, then checks whether the folder has been committed by this very save (equal
@@ -10,108 +10,27 @@ second sees the other's work. A file with another stamp belongs to another save 
 
 from __future__ import annotations
 
-import base64
 import os
-import random
 import re
 import shutil
-import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from nbaccel.base.values import frozen
 from nbaccel.errors import CheckpointCorrupt
-from nbaccel.train.checkpoint.manifest import Manifest, aside, read_sealed, sync, write_sealed
+from nbaccel.train.checkpoint.generators import State
+from nbaccel.train.checkpoint.manifest import Manifest, Stamp, aside, read_sealed, sync, write_sealed
 
 __all__ = [
-    "Stamp",
-    "State",
     "add",
     "adopt",
     "carry",
-    "derive",
     "drop_outdated",
     "find",
-    "read",
-    "restore",
     "write",
 ]
 
-_NUMPY_WORDS = 624
-
-State = dict[str, Any]
-"""The generators of one process, in JSON."""
-
 _WAITING = r"\.rank(?P<rank>\d+)\.step(?P<step>\d+)$"
-
-
-def read(device: torch.device) -> State:
-    """Return the present states of this process's generators."""
-    version, words, gauss = random.getstate()
-    state: State = {"python": [version, list(words), gauss], "torch": _text(torch.get_rng_state())}
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, keys.tolist(), *rest]
-    if device.type == "cuda":
-        state["cuda"] = _text(torch.cuda.get_rng_state(device))
-    if device.type == "mps":
-        state["mps"] = _text(torch.mps.get_rng_state())
-    return state
-
-
-def restore(state: State, device: torch.device) -> None:
-    """Set this process's generators to `state`; those that are not in `state` do not change.
-
-    Raises:
-        CheckpointCorrupt: NumPy would read beyond its memory: it does not check the position in its words.
-    """
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(_bytes(state["torch"]))
-    if "numpy" in sys.modules and "numpy" in state:
-        _, words, at, *_ = state["numpy"]
-        if len(words) != _NUMPY_WORDS or not 0 <= at <= _NUMPY_WORDS:
-            text = f"{at} of {len(words)} words"
-            raise CheckpointCorrupt(f"a random state of NumPy is damaged: {text}", expected=str(_NUMPY_WORDS), got=text)
-        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
-    if device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(_bytes(state["mps"]))
-
-
-def derive(seed: int, step: int, rank: int) -> None:
-    """Seed generators for which no file was found; the seeds differ between ranks, steps and seeds."""
-    mixed = zlib.crc32(f"{seed} {step} {rank}".encode())
-    random.seed(mixed)
-    torch.manual_seed(mixed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(mixed)
-
-
-@frozen
-class Stamp:
-    """The name of one save, equal on all ranks that take part, without communication.
-
-    Args:
-        step: Optimizer steps done.
-        position: Batches of an open accumulation window.
-        run: The name of the run.
-        save: Distinguishes it from other saves at that moment, where the folder's name does not.
-    """
-
-    step: int
-    position: int
-    run: str
-    save: str = ""
-
-    def __str__(self) -> str:
-        moment = f"step {self.step} + {self.position} of run {self.run or '?'}"
-        return f"{moment}, {self.save}" if self.save else moment
 
 
 def write(folder: Path, rank: int, stamp: str, state: State) -> str:
@@ -223,11 +142,3 @@ def _read(path: Path) -> dict[str, Any]:
         return read_sealed(path)
     except (FileNotFoundError, CheckpointCorrupt):
         return {}
-
-
-def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -23,8 +23,8 @@ from nbaccel.train.checkpoint.atomic_folder import as_cannot_save, replacing, sw
 from nbaccel.train.checkpoint.checkpoint_parts import CheckpointParts
 from nbaccel.train.checkpoint.content import ObjectState, Staging
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, is_of
-from nbaccel.train.checkpoint.manifest import FileRecord, Manifest, sync
-from nbaccel.train.checkpoint.rng_files import Stamp, State
+from nbaccel.train.checkpoint.generators import State
+from nbaccel.train.checkpoint.manifest import FileRecord, Manifest, Stamp, sync
 from nbaccel.train.checkpoint.save_agreement import Alone, SaveAgreement, Share, delete_dead_agreements
 from nbaccel.train.checkpoint.serialization import shareable_bytes
 from nbaccel.train.distributed.callers import warn_user

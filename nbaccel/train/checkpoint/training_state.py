@@ -16,8 +16,8 @@ from torch.nn import Module
 
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
-from nbaccel.train.checkpoint.manifest import Lineage, Manifest
-from nbaccel.train.checkpoint.rng_files import Stamp, State, read
+from nbaccel.train.checkpoint.generators import State, read
+from nbaccel.train.checkpoint.manifest import Lineage, Manifest, Stamp
 from nbaccel.train.checkpoint.shard_facts import holds_shards, is_sharded_module, may_be_sharded
 from nbaccel.train.prepare.prepared import Prepared, frozen_names
 from nbaccel.train.step.accumulation import Accumulation, StepClock

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,15 +20,18 @@ from nbaccel.base.events import Gauge, emit
 from nbaccel.base.world import World
 from nbaccel.errors import NotPrepared
 from nbaccel.train.data.order import own_states, samplers_of, tell_epoch
-from nbaccel.train.data.order_comparison import CollectivesSince, OrderComparison
 from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import EpochProgress, Fetching, Iteration, LoaderPosition, LoopGauge
 from nbaccel.train.data.shard import StreamShard, counted, refuse_uneven, until_backward
 from nbaccel.train.data.sources import Source
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import current_world
+from nbaccel.train.distributed.transport import CollectivesSince
 from nbaccel.train.step.accumulation import Accumulation, Window
 from nbaccel.train.step.raw_loop_hooks import step_back
+
+if TYPE_CHECKING:
+    from nbaccel.train.data.order_comparison import OrderComparison
 
 __all__ = ["PreparedLoader"]
 
@@ -70,7 +73,7 @@ class PreparedLoader(DataLoader[Any]):
         self._progress = EpochProgress()
         self._origin: PreparedLoader | None = None  # the loader of which this one is the rest
         self._resumed: LoaderPosition | None = None  # the position that the skipped batches replace
-        self._comparison = OrderComparison(self._name(), world)
+        self._comparison = self._make_comparison()
         self._skip = 0  # this rank's batches that every iteration leaves out
         self._fetching = Fetching()
         self.move_to(device)
@@ -137,7 +140,7 @@ class PreparedLoader(DataLoader[Any]):
         if not is_resumed:
             progress.resume = resume  # of a later loop: this iteration is a look
         may_train = torch.is_grad_enabled()
-        is_compared = self._comparison.is_possible and self._tell_draw(this, source, is_known)
+        compared = self._compared(this, source, is_known)
         counted = self if self._origin is None else self._origin
         given_up = accumulation.windows_of(counted)
         window = accumulation.open(copy.copy(counted) if is_look and outer is not None else counted, length)
@@ -150,9 +153,9 @@ class PreparedLoader(DataLoader[Any]):
                 entered.enter_context(until_backward(partial(refuse_uneven, lengths)))
             batches = self._drained(position) if position.is_over else source.open(position)
             for batch, is_last in place(batches, self._device):
-                if is_compared and (clock.done > this.steps or meetings.look()):
-                    self._comparison.compare(this, is_stream=isinstance(source.read_alike, StreamShard))
-                    is_compared = False
+                if compared is not None and (clock.done > this.steps or meetings.look()):
+                    compared.compare(this, is_stream=isinstance(source.read_alike, StreamShard))
+                    compared = None
                 if is_last:
                     window.is_last = self.end_of_dataloader = this.is_over = True
                 elif joint_ends:  # where one rank synchronises because its batches end, all must
@@ -170,8 +173,8 @@ class PreparedLoader(DataLoader[Any]):
                 if window.batches_left is not None:
                     window.batches_left -= 1
             is_whole = True
-            if is_compared and (clock.done > this.steps or meetings.look()):
-                self._comparison.compare(this, is_stream=isinstance(source.read_alike, StreamShard))
+            if compared is not None and (clock.done > this.steps or meetings.look()):
+                compared.compare(this, is_stream=isinstance(source.read_alike, StreamShard))
         finally:
             entered.close()
             emit(gauge.close())
@@ -180,13 +183,23 @@ class PreparedLoader(DataLoader[Any]):
                 self._return_to(*outer, [] if is_look else given_up)
             accumulation.close(window, is_whole)
 
-    def _tell_draw(self, this: Iteration, source: Source, is_known: bool) -> bool:
-        """Write down for the peers what an iteration draws; return whether it must be compared with theirs."""
+    def _make_comparison(self) -> OrderComparison | None:
+        if not self.world.is_distributed:
+            return None
+        from nbaccel.train.data.order_comparison import OrderComparison
+
+        return OrderComparison(self._name(), self.world)
+
+    def _compared(self, this: Iteration, source: Source, is_known: bool) -> OrderComparison | None:
+        """Write down for the peers what an iteration draws; return what compares it with theirs, if that must be."""
+        comparison = self._comparison
+        if comparison is None or not comparison.is_possible:
+            return None
         if is_apart := source.is_drawn_apart and not is_known:
-            self._comparison.show(this)
+            comparison.show(this)
         if source.read_alike is not None:
-            source.read_alike.tell_first = partial(self._comparison.show_first, this)
-        return is_apart or source.read_alike is not None
+            source.read_alike.tell_first = partial(comparison.show_first, this)
+        return comparison if is_apart or source.read_alike is not None else None
 
     def _gauge(self, this: Iteration, length: int | None, may_train: bool, fetching: Fetching) -> LoopGauge:
         """Return the gauge of an iteration that has `length` batches for this rank."""

@@ -22,7 +22,7 @@ from nbaccel.train.data.position import Iteration, digests_of
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.transport import collective_counter
 
-__all__ = ["CollectivesSince", "OrderComparison"]
+__all__ = ["OrderComparison"]
 
 _PATIENCE_S = 5.0
 """Seconds to wait for the draw of a peer that a collective on a device may have overtaken."""
@@ -43,31 +43,6 @@ _OTHER_SAMPLES = (
 
 _REMEMBERED = 8
 """Number of draws that a rank writes down at once: a peer may read them a few iterations later."""
-
-
-class CollectivesSince:
-    """Tells whether the ranks met in a collective since this object was made.
-
-    Args:
-        counts_anyway: Also if they did not; the others may have met in batches that this rank does not have.
-
-    Attributes:
-        are_counted: False in one process, and where the backend does not count collectives.
-    """
-
-    __slots__ = ("_before", "_count", "are_counted", "were_held")
-
-    def __init__(self, world: World, counts_anyway: bool) -> None:
-        self._count = collective_counter() if world.is_distributed else None
-        self.are_counted = self._count is not None
-        self.were_held = counts_anyway or not self.are_counted
-        self._before = -1 if self._count is None else self._count()
-
-    def look(self) -> bool:
-        """Return whether they have met by now."""
-        if not self.were_held and self._count is not None:
-            self.were_held = self._count() != self._before
-        return self.were_held
 
 
 class OrderComparison:

@@ -30,11 +30,13 @@ from nbaccel.base.aborting import (
 )
 from nbaccel.base.events import Waiting, emit
 from nbaccel.base.exchange_time import exchange_clock
+from nbaccel.base.world import World
 
 if TYPE_CHECKING:
     from nbaccel.train.distributed.shared_messages import SharedMessages
 
 __all__ = [
+    "CollectivesSince",
     "Transport",
     "collective_counter",
     "group_timeout",
@@ -327,6 +329,31 @@ def collective_counter() -> Callable[[], int] | None:
     except RuntimeError:
         return None
     return count
+
+
+class CollectivesSince:
+    """Tells whether the ranks met in a collective since this object was made.
+
+    Args:
+        counts_anyway: Also if they did not; the others may have met in batches that this rank does not have.
+
+    Attributes:
+        are_counted: False in one process, and where the backend does not count collectives.
+    """
+
+    __slots__ = ("_before", "_count", "are_counted", "were_held")
+
+    def __init__(self, world: World, counts_anyway: bool) -> None:
+        self._count = collective_counter() if world.is_distributed else None
+        self.are_counted = self._count is not None
+        self.were_held = counts_anyway or not self.are_counted
+        self._before = -1 if self._count is None else self._count()
+
+    def look(self) -> bool:
+        """Return whether they have met by now."""
+        if not self.were_held and self._count is not None:
+            self.were_held = self._count() != self._before
+        return self.were_held
 
 
 def group_timeout() -> timedelta | None:

@@ -17,9 +17,10 @@ from nbaccel.launching.rank.separate_trainings import sequence_number
 from nbaccel.testing import run_ranks
 from nbaccel.train import PartialState
 from nbaccel.train.data.dispatch import _BATCH, _Payload, _Wire
-from nbaccel.train.data.order_comparison import CollectivesSince, OrderComparison
+from nbaccel.train.data.order_comparison import OrderComparison
 from nbaccel.train.distributed.collectives import CHECKED_CALLS, GroupCollectives
 from nbaccel.train.distributed.process_group import GroupOptions, _fitting, _init, process_group
+from nbaccel.train.distributed.transport import CollectivesSince
 
 _CUDA = torch.device("cuda", 0)
 
