@@ -52,15 +52,15 @@ _SAID_BY_US = re.compile(
 _BATCH = re.compile(r"(x2?|y2?|out|idx|batch|loss)\b")
 _OF_OTHERS = re.compile(r"^\[rank [1-9]\] .*\n", re.M)  # lines that one rank printed much later than another
 _OF_RANKS = re.compile(r"^\[(all|rank 0)\] ", re.M)
-_TIMES = re.compile(r"(?<=\[)[\d:]+<[\d:?]+, [^],]*")
-"""What a bar says of its speed."""
+_BARS = re.compile(r"^.*\d\d:\d\d<.*\n", re.M)
+"""Bars: of an epoch that was over at the save, one says less of its last batch, and each has other times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
     """What a run has left.
 
-    values: By their places.  printed: Lines of the cell, without ours and without times.  steps: How many the
+    values: By their places.  printed: Lines of the cell, without ours and bars.  steps: How many the
     last run has taken, in as many `ranks`.
     """
 
@@ -212,7 +212,7 @@ class KilledRuns:
         kernel.do(_LAST.format(tests=str(TESTS)))
         printed = _OF_RANKS.sub("", _OF_OTHERS.sub("", cell.printed))
         values = json.loads((self._folder / "left.json").read_text())
-        return Left(values, _TIMES.sub("", _SAID_BY_US.sub("", printed)), self._steps_taken(n), n)
+        return Left(values, _BARS.sub("", _SAID_BY_US.sub("", printed)), self._steps_taken(n), n)
 
     def _note(self, what: str, cell: Cell) -> None:
         self.told.append(f"{what}\n{cell.text}{cell.error.text if cell.error else ''}")
