@@ -30,6 +30,7 @@ from nbaccel.errors import CannotSplit
 from nbaccel.features.check.dry_run.function_hooks import FunctionHooks
 from nbaccel.features.check.dry_run.loop_log import DryRunEnded
 from nbaccel.features.source.fingerprint import checksum_of
+from nbaccel.launching.ipc.kernel_state import TorchFlags
 from nbaccel.train.data.counting import as_counted
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.prepare_loader import LoaderChoice
@@ -261,24 +262,10 @@ def plain_arithmetic() -> Iterator[None]:
         replace(nn.utils, "clip_grad_value_", _nothing)
         undo.callback(setattr, torch.autocast, "__init__", torch.autocast.__init__)
         torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
-        with suppress(RuntimeError):  # the program has chosen by torch's newer interface: the older cannot be read
-            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
-            undo.callback(setattr, backend, *_tf32_of(backend))
-        for name, value in (("deterministic", True), ("benchmark", False)):
-            undo.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
-            setattr(torch.backends.cudnn, name, value)
+        undo.callback(TorchFlags.capture().apply)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         _forbid_tf32()
         yield
-
-
-def _tf32_of(backend: Any) -> tuple[str, Any]:
-    """Return the attribute that allows TF32 in a part of torch, and its value."""
-    try:
-        return "allow_tf32", backend.allow_tf32
-    # https://github.com/pytorch/pytorch/pull/189955.
-    except RuntimeError:  # the program has used the newer one, and torch 2.9 refuses to read the other
-        return "fp32_precision", backend.fp32_precision
 
 
 def _forbid_tf32() -> None:

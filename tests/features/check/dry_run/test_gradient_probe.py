@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel.features.check.dry_run.gradient_probe import GradientProbe, plain_arithmetic
+from nbaccel.launching.ipc.kernel_state import TorchFlags
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 
@@ -168,9 +169,10 @@ def test_arithmetic_is_plain_within_and_as_before_afterwards() -> None:
 @pytest.fixture
 def tf32() -> Iterator[Any]:
     """torch's switch for products on a GPU, put back afterwards."""
+    before = TorchFlags.capture()
     matmul: Any = torch.backends.cuda.matmul
     yield matmul
-    torch.set_float32_matmul_precision("highest")
+    before.apply()
 
 
 def test_products_on_gpus_are_in_fp32_whichever_interface_has_chosen(tf32: Any) -> None:
@@ -241,15 +243,22 @@ def test_of_many_values_some_are_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     assert math.isfinite(float(found["values"].sum()))
 
 
-def test_a_program_that_has_used_the_newer_switch_of_tf32_is_compared_all_the_same() -> None:
-    matmul: Any = torch.backends.cuda.matmul
-    if not hasattr(matmul, "fp32_precision"):
+def test_a_program_that_has_used_the_newer_switch_of_tf32_is_compared_all_the_same(tf32: Any) -> None:
+    if not hasattr(tf32, "fp32_precision"):
         pytest.skip("this torch has one switch")
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    try:
-        with plain_arithmetic():
-            assert matmul.fp32_precision == "ieee"
-        assert matmul.fp32_precision == "tf32"
-    finally:
-        matmul.fp32_precision = before
+    tf32.fp32_precision = "tf32"
+    with plain_arithmetic():
+        assert tf32.fp32_precision == "ieee"
+    assert tf32.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize("precision", [None, "tf32"])
+def test_the_switches_of_a_program_stand_afterwards_as_it_left_them(precision: str | None, tf32: Any) -> None:
+    if precision is not None and not hasattr(tf32, "fp32_precision"):
+        pytest.skip("this torch has one switch")
+    if precision is not None:
+        tf32.fp32_precision = precision
+    before = TorchFlags.capture()
+    with plain_arithmetic():
+        pass
+    assert TorchFlags.capture() == before
