@@ -44,6 +44,7 @@ _LONGEST_LINE = 60
 _FRAMES = 8
 _NEAR = 1e-6
 _MOST_COUNTED = 1e5
+_OF_NUMBERS = ("Tensor", "number")  # types of arguments
 
 
 class OutsideValue(NamedTuple):
@@ -53,8 +54,10 @@ class OutsideValue(NamedTuple):
         times: How many they were: as many as samples, or as steps of a sequence, where it differs between ranks.
         shape: That of the last one.
         is_fresh: It was a number, or made of numbers just then: it may be of this part of the batch.
-        is_whole: It is fresh, and its numbers are whole ones, as sizes are; no counts that are made of the batch.
+        is_whole: It is fresh, and its numbers are whole ones.
         number: The value, or the norm of a tensor.
+        may_be_size: It may be the number of samples, and rightly differ: a factor of the loss, or a tensor that the
+            program made before it had counts or numbers of several samples.
     """
 
     times: int
@@ -63,6 +66,7 @@ class OutsideValue(NamedTuple):
     is_whole: bool
     digest: int
     number: float
+    may_be_size: bool = True
 
 
 class SeenMemory(StorageWeakRef):
@@ -107,6 +111,7 @@ class OutsideUses:
         self._seen: dict[str, _Seen] = {}
         self._written: dict[int, list[tuple[int, int, int]]] = {}  # stretches of outside memory, and their bits
         self._has_counted = False  # the program has numbers of which it may make counts
+        self._is_factor = False  # a number in the present operation is one of a loss
         self._has_drawn = False  # a number that was drawn has left torch, and others may be made of it
         self._is_blind = False  # the batch was too large an object to know its tensors
 
@@ -130,10 +135,14 @@ class OutsideUses:
         bits = _RANDOM if torch.Tag.nondeterministic_seeded in func.tags else 0
         if func.is_view and name != _FRESH:  # nothing is read yet
             return 0
-        arguments = func._schema.arguments
+        arguments, first = func._schema.arguments, args[0] if args else None
+        self._is_factor = isinstance(first, Tensor) and first.requires_grad and first.numel() == 1  # `terms` reads them
+        has_tensors = any(isinstance(each, Tensor) for each in args)
         for at, each in enumerate(args):
             if at < len(arguments) and arguments[at].name in _STATISTICS:
                 continue  # they are read in an evaluation only, and ranks average them
+            if type(each) is int and has_tensors and not self._is_factor and str(arguments[at].type) in _OF_NUMBERS:
+                each = float(each)  # not a dimension, or a length
             if not (at == 0 and name in _OVERWRITTEN):
                 bits |= self._of(each, name, at)
         for at, each in kwargs.items():
@@ -165,8 +174,9 @@ class OutsideUses:
     def note_left(self, tensor: Tensor, value: Any, is_of_batch: bool) -> None:
         """Note a tensor's number that becomes one of Python's."""
         bits = self._known(tensor) or 0
-        self._has_counted = self._has_counted or (type(value) is int and self._known(tensor) is not None)
-        if type(value) is float:
+        if type(value) is int or (type(value) is float and value.is_integer()):
+            self._has_counted = self._has_counted or self._known(tensor) is not None
+        elif type(value) is float:
             self._numbers[value] = bits
         self._has_drawn = self._has_drawn or bool(bits & _RANDOM and not is_of_batch)
 
@@ -205,7 +215,7 @@ class OutsideUses:
         if not (tensor.requires_grad or self._is_trained(tensor)):  # a graph leads to trained leaves
             is_fresh = name == _FRESH
             most = _MOST_OF_PARAMETERS if isinstance(tensor, torch.nn.Parameter) else _MOST_ELEMENTS
-            bits |= self._see(tensor, name, at, _digest_of(tensor, most), is_fresh)
+            bits |= self._see(tensor, name, at, _digest_of(tensor, most), is_fresh, not self._has_counted)
         self._set(tensor, bits)
         return bits
 
@@ -213,15 +223,15 @@ class OutsideUses:
         known = self._numbers.get(number)
         if known is not None or self._has_drawn or not math.isfinite(number):
             return known or 0
-        return self._see(number, name, at, digest(repr(number)), is_fresh=True)
+        return self._see(number, name, at, digest(repr(number)), True, self._is_factor)
 
-    def _see(self, value: Any, name: str, at: int | str, found: int, is_fresh: bool) -> int:
+    def _see(self, value: Any, name: str, at: int | str, found: int, is_fresh: bool, may_be_size: bool) -> int:
         place, line = _place()
         key = f"{place}:{name}:{at}"
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = _Seen(2 << len(self._seen), value, line)
-        seen.value, seen.is_fresh, seen.may_be_size = value, is_fresh, not self._has_counted
+        seen.value, seen.is_fresh, seen.may_be_size = value, is_fresh, may_be_size
         seen.digests.append(found)
         return seen.bit
 
@@ -272,12 +282,12 @@ def of_parts(
     """Return which outside values of the ranks differ, and are not of the samples of this part of a batch.
 
     What belongs to samples has their number in its shape, or is there as often, or is a count of them. Where all ranks
-    have equally many samples, a shape does not tell it; the first parts are of different sizes.
+    have equally many samples, neither tells it; the first parts are of different sizes.
 
     Args:
         told: By rank.
         rows: The samples of each rank's part.
-        fixed: Keys of values whose shapes do not depend on the number of samples; others are added.
+        fixed: Keys of values whose shapes and times do not depend on the number of samples; others are added.
         has_drawn_apart: The ranks' other random generators differ, since they have drawn for samples.
     """
     found = []
@@ -296,13 +306,15 @@ def of_parts(
             continue
         if first.is_fresh and (has_drawn_apart or _are_counts(values, rows)):
             continue
-        if key in fixed or rows[0] not in first.shape:
+        if key in fixed or not (rows[0] in first.shape or (is_once_each and rows[0] > 1)):
             found.append(key)
     return found
 
 
 def _are_counts(values: Sequence[OutsideValue], rows: Sequence[float]) -> bool:
     """Return whether fresh values are sizes, or made of the number of samples."""
+    if not all(value.may_be_size for value in values):
+        return False
     if math.prod(values[0].shape) > 1:
         return all(value.is_whole for value in values)
     made = [(value.number, row) for value, row in zip(values, rows, strict=True)]
@@ -337,11 +349,11 @@ def _told(seen: _Seen) -> OutsideValue:
         values = value.detach()
         if values.numel() and values.dtype is not torch.bool and not values.is_complex():
             numbers = values.double()
-            may_be_size = seen.is_fresh and seen.may_be_size
-            value, is_whole = float(numbers.norm()), may_be_size and bool((numbers == numbers.round()).all())
+            value, is_whole = float(numbers.norm()), seen.is_fresh and bool((numbers == numbers.round()).all())
         else:
             value = 0.0
-    return OutsideValue(len(seen.digests), shape, seen.is_fresh, is_whole, digest(repr(seen.digests)), float(value))
+    digests = digest(repr(seen.digests))
+    return OutsideValue(len(seen.digests), shape, seen.is_fresh, is_whole, digests, float(value), seen.may_be_size)
 
 
 def _digest_of(tensor: Tensor, most: int) -> int:

@@ -148,6 +148,35 @@ def counts_that_were_numbers() -> list[float]:
     return _fit(loss)
 
 
+def times_a_count() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        count = int((t > 0.2).sum())
+        return ((out - t).square() * count).mean()
+
+    return _fit(loss)
+
+
+def over_their_counts() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        high = t > -0.2
+        count, each = high.sum().item(), (out - t).square()
+        return (each * high / count).sum() + (each * ~high / (len(t) - count + 1)).sum()
+
+    return _fit(loss)
+
+
+def over_a_limit_by_numpy() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        limit = int(np.median(index.numpy()))
+        return (out - t).square()[index > limit].sum() / ROWS
+
+    return _fit(loss)
+
+
+def each_over_the_number_of_samples() -> list[float]:
+    return _fit(lambda out, t, index: ((out - t).square() / len(t)).sum())
+
+
 def memory_after_some_steps() -> list[float]:
     memory: list[Tensor] = []
 
@@ -243,7 +272,8 @@ def mean_of_a_batch_by_two_losses() -> list[float]:
 
 STATEFUL = [
     moving_baseline, attribute_of_a_module, bank_of_predictions, list_of_weights, running_limit, loss_over_its_average,
-    counts_by_numpy, counts_that_were_numbers, memory_after_some_steps, memory_that_is_written_before_it_is_used,
+    counts_by_numpy, counts_that_were_numbers, times_a_count, over_their_counts, over_a_limit_by_numpy,
+    each_over_the_number_of_samples, memory_after_some_steps, memory_that_is_written_before_it_is_used,
     mean_of_the_first_of_two_batches,
     mean_of_the_first_of_two_loaders, mean_of_the_first_of_unequal_loaders,
     mean_of_the_first_beside_a_new_iterator_each_time, mean_of_a_batch_by_two_losses,
@@ -351,6 +381,30 @@ def sizes_of_the_part() -> list[float]:
     return _fit(loss)
 
 
+def counts_beside_it() -> list[float]:
+    right = 0
+
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        nonlocal right
+        right += int(((out > 0) == (t > 0)).sum()) + sum(index.tolist())
+        longest = int(index.max()) + 1
+        mask = (torch.arange(longest) == index[:, None]) * 2
+        positive = t > -0.9
+        each = (out - t).square() * mask.sum(1) / 3
+        return each.mean() * (len(t) / 96) + each[positive].sum() / float(positive.sum())
+
+    return _fit(loss)
+
+
+def a_number_for_each_sample() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        pairs = torch.stack([out - t, out * t], 1)
+        each = [pairs[at] / (1 + number % 5) * (0.3 + number % 7) for at, number in enumerate(index.tolist())]
+        return torch.stack(each).square().mean()
+
+    return _fit(loss, epochs=3)
+
+
 def fetched_ahead() -> list[float]:
     torch.manual_seed(0)
     model = nn.Linear(5, 1)
@@ -386,6 +440,8 @@ STATELESS = [
     tables_by_sample,
     average_of_the_whole_loss,
     sizes_of_the_part,
+    counts_beside_it,
+    a_number_for_each_sample,
     fetched_ahead,
     two_batches_for_each_loss,
 ]
@@ -490,7 +546,8 @@ def test_what_is_no_state_of_the_ranks_trains_on_parts_as_in_one_process(
 
 
 def _told(found: int, shape: tuple[int, ...] = (), number: float = 0.0, times: int = 1, **more: bool) -> Any:
-    return {"key": OutsideValue(times, shape, more.get("is_fresh", False), more.get("is_whole", False), found, number)}
+    is_fresh, is_whole = more.get("is_fresh", False), more.get("is_whole", False)
+    return {"key": OutsideValue(times, shape, is_fresh, is_whole, found, number, more.get("may_be_size", True))}
 
 
 @pytest.mark.parametrize(
@@ -501,6 +558,8 @@ def _told(found: int, shape: tuple[int, ...] = (), number: float = 0.0, times: i
         ([_told(1, (9, 5)), _told(2, (7, 5))], (9, 7), False),  # of the samples
         ([_told(1, (8, 5)), _told(2, (8, 5))], (8, 8), False),  # perhaps
         ([_told(1, (5,), times=9), _told(2, (5,), times=7)], (9, 7), False),  # one for each sample
+        ([_told(1, (5,), times=8), _told(2, (5,), times=8)], (8, 8), False),  # perhaps
+        ([_told(1, (5,), times=4), _told(2, (5,), times=4)], (8, 8), True),
         ([_told(1, (5,), times=18), _told(2, (5,), times=14)], (9, 7), False),
         ([_told(1, (5,), times=6), _told(2, (5,), times=5)], (9, 7), True),  # some of those that a loop has kept
         ([_told(1, number=0.123, is_fresh=True), _told(2, number=0.234, is_fresh=True)], (8, 8), True),
@@ -508,6 +567,7 @@ def _told(found: int, shape: tuple[int, ...] = (), number: float = 0.0, times: i
         ([_told(1, number=1 / 3, is_fresh=True), _told(2, number=1 / 5, is_fresh=True)], (8, 8), False),
         ([_told(1, number=1 / 3, is_fresh=True), _told(2, number=0.123, is_fresh=True)], (8, 8), True),
         ([_told(1, (2,), is_fresh=True, is_whole=True), _told(2, (2,), is_fresh=True, is_whole=True)], (9, 7), False),
+        ([_told(1, number=9, is_fresh=True, may_be_size=False), _told(2, number=7, is_fresh=True)], (9, 7), True),
         ([_told(1, (2,), is_whole=False), {}], (9, 7), False),  # another way through the program
     ],
 )
