@@ -385,7 +385,7 @@ class StepCounter:
         self.rates.forget()
         self._rates = 0.0
         self._entered_at: tuple[int, int] | None = None  # optimizers' steps and batches when the last step was entered
-        self._is_inside = False
+        self._is_inside = self._has_ended = False
         self._stepped: set[int] = set()  # optimizers, in this step
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_asked = False
@@ -395,6 +395,7 @@ class StepCounter:
         self.taken, self._rates = 0, 0.0
         self._entered_at = None
         self.end_step()
+        self._has_ended = False
 
     @property
     def under_way(self) -> int | None:
@@ -403,17 +404,17 @@ class StepCounter:
 
     @property
     def done(self) -> int:
-        """Steps that are complete."""
-        return self.count + (self._entered_at is not None and not self._is_inside)
+        """Steps that are complete; one in which several optimizers step is, from the first of them on."""
+        return self.count + self._has_ended
 
     def go_on_at(self, count: int) -> None:
         """Continue with `count` steps complete, which another run has taken."""
-        self.count, self._entered_at, self._is_inside = count, None, False
+        self.count, self._entered_at, self._is_inside, self._has_ended = count, None, False, False
 
     def agree(self, count: int) -> None:
         """Continue from step `count` of the peers: attempts before may have failed at different steps."""
         if count > self.count:
-            self.count = count
+            self.count, self._has_ended = count, False
             emit(StepEntered(count))
 
     def meet(self, optimizer: Any) -> None:
@@ -429,6 +430,7 @@ class StepCounter:
         if id(optimizer) in self._stepped and self._batches():
             emit(StepEntered(self.count + 1))
             self.count += 1
+            self._has_ended = False
             self._stepped.clear()
         self._stepped.add(id(optimizer))
         self.taken += 1
@@ -457,12 +459,13 @@ class StepCounter:
         self.count += is_next
         if is_next or before is None:
             self._entered_at = now
+            self._has_ended = False
             self._stepped.clear()
 
     def end_step(self) -> None:
         """End the step after an optimizer's step or at the task's end: a stop need not wait for anything then."""
         if self._is_inside:
-            self._is_inside = False
+            self._is_inside, self._has_ended = False, True
             emit(StepsEnded())
 
     def choices(self) -> int:

@@ -18,6 +18,7 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
+from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.loop import RawLoopTraining
 from train.raw_loop.loops import LOOPS, Loop, Values, ends, net, points, sgd
 from train.raw_loop.test_loops import differences, in_one_process
@@ -174,6 +175,24 @@ def never_drops() -> Values:
         torch.nn.functional.mse_loss(model(x.double()), y.double()).backward()
         optimizer.step()
     return ends(model), []
+
+
+def test_a_step_that_several_optimizers_take_is_complete_once() -> None:
+    """The panel reads the number at any moment: one that went back would be another training's."""
+    batches: list[int] = []
+    steps = StepCounter(lambda: len(batches))
+    optimizers = [sgd(net()) for _ in range(3)]
+    seen = []
+    for batch in range(2):
+        batches.append(batch)
+        for optimizer in optimizers:
+            steps.meet(optimizer)
+            steps.enter([])
+            seen.append(steps.done)
+            steps.note(optimizer)
+            steps.end_step()
+            seen.append(steps.done)
+    assert seen == [0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]
 
 
 def _watched(loop: Callable[[], Values]) -> list[Tensor]:
