@@ -61,6 +61,7 @@ from nbaccel.launching.processes.workers import WorkerGroup
 from nbaccel.launching.processes.zygote import Zygote
 from nbaccel.launching.run import Run, record_of
 from nbaccel.namespace.inventory import no_collections
+from nbaccel.namespace.open_files import LOG_FOLDER
 from nbaccel.output.router import Screen
 
 if TYPE_CHECKING:
@@ -416,7 +417,7 @@ class LauncherResources:
     def new_log(self) -> str:
         """Return the path of the next run's log; the folder is removed with the process."""
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="nbaccel-logs-")  # mode 0700
+            self._folder = tempfile.mkdtemp(prefix=LOG_FOLDER)  # mode 0700
             self.guard(self._folder)
         self._runs += 1
         return os.path.join(self._folder, f"run-{self._runs}.log")

@@ -36,6 +36,7 @@ from nbaccel.namespace.kind import CannotWrite, Kind, Step, Write
 from nbaccel.namespace.objects_behind import ObjectsBehind, package_of
 
 __all__ = [
+    "LOG_FOLDER",
     "READ_FILE",
     "FilesOfRanks",
     "kind_of_file",
@@ -46,6 +47,13 @@ __all__ = [
 _NOT_FILES = ("/dev/", "/proc/", "/sys/", "/memfd:")
 _DELETED = " (deleted)"
 _OF_IPYTHON = "history.sqlite"
+LOG_FOLDER = "nbaccel-logs-"
+"""Begin of the name of the temporary folder in which a kernel keeps the logs of its runs."""
+
+# https://github.com/matplotlib/matplotlib/pull/14535: a fork drops them.
+_FONTS = f"{os.sep}mpl-data{os.sep}fonts{os.sep}"
+"""In the path of a font of matplotlib's, which holds those that it has drawn with open."""
+
 _WITHOUT_DESCRIPTORS = frozenset({"nbaccel", "numpy", "torch", *sys.stdlib_module_names})
 """Packages whose C code holds no descriptor that its objects do not show; what others hold is not known."""
 
@@ -169,7 +177,11 @@ def _opened_again(file: _Descriptor) -> int:
 
 
 def regular_files() -> Iterator[_Descriptor]:
-    """Yield this process's open regular files, without its standard streams and the history of IPython."""
+    """Yield this process's open regular files.
+
+    Left out are those that every notebook has open, and no program of its own: the standard streams, the history of
+    IPython, the log of the run that begins, and the fonts of its last picture.
+    """
     streams = (getattr(stream, "_original_stdstream_copy", None) for stream in (sys.stdout, sys.stderr))
     left_out = [0, 1, 2, *(number for number in streams if type(number) is int)]
     standard = []
@@ -189,8 +201,10 @@ def regular_files() -> Iterator[_Descriptor]:
             if path.startswith(_NOT_FILES) or os.path.basename(path).startswith(_OF_IPYTHON):
                 continue
             flags = _flags(number)
-            if not flags & getattr(os, "O_PATH", 0):
-                yield _Descriptor(number, path, flags & os.O_ACCMODE == os.O_RDONLY)
+            is_read = flags & os.O_ACCMODE == os.O_RDONLY
+            is_of_none = _FONTS in path if is_read else f"{os.sep}{LOG_FOLDER}" in path
+            if not is_of_none and not flags & getattr(os, "O_PATH", 0):
+                yield _Descriptor(number, path, is_read)
 
 
 def _flags(number: int) -> int:

@@ -116,6 +116,17 @@ def test_nothing_is_opened_for_names_that_lead_to_no_file(tmp_path: Path) -> Non
         assert FilesOfRanks.behind(lambda: values, (), 2).read == []
 
 
+def test_names_are_not_followed_for_files_that_every_notebook_has_open(tmp_path: Path) -> None:
+    logs, fonts = tmp_path / f"{open_files.LOG_FOLDER}x", tmp_path / "mpl-data" / "fonts"
+    for folder in (logs, fonts):
+        folder.mkdir(parents=True)
+    (fonts / "a.ttf").write_bytes(b"0123456789")
+    with open(logs / "run-1.log", "wb"), open(fonts / "a.ttf", "rb"):
+        assert not [each for each in open_files.regular_files() if each.path.startswith(str(tmp_path))]
+    with open(logs / "run-1.log", "rb") as read_by_the_program:
+        assert str(read_by_the_program.name) in {str(each.path) for each in open_files.regular_files()}
+
+
 def test_a_file_that_cannot_be_opened_again_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Any, *args: Any) -> int:
         raise PermissionError(13, "Permission denied")
