@@ -121,9 +121,14 @@ class ForkStart:
             try:
                 caller.enter()
                 inherited = _Inherited.now(boots, [*self._resource_fds, *kernel_fds])
-                for boot in boots:
-                    with self._files.opened_anew() as own_files:
-                        processes.append(_fork(Rank(boot, self._files.written), task, own_files, inherited))
+                with contextlib.ExitStack() as opened:
+                    files = [opened.enter_context(self._files.opened_anew()) for _ in boots]
+                    # All before the first fork, behind which each page that the kernel writes to is copied.
+                    ranks = [_ForkedRank.of(boot, inherited, files, self._files.written) for boot in boots]
+                    for each in ranks:
+                        processes.append(_fork(each, task, inherited))
+                    for each in ranks:
+                        each.rank.release()
             except BaseException as error:
                 failures.append(error)
 
@@ -179,7 +184,37 @@ class _Inherited:
         )
 
 
-def _fork(rank: Rank, task: Task, own_files: Mapping[int, int], inherited: _Inherited) -> WorkerProcess:
+@dataclass(frozen=True, slots=True)
+class _ForkedRank:
+    """A rank that is about to be forked.
+
+    Args:
+        own_files: See `take_places`.
+        close_fds: Descriptors of the kernel and of other ranks, which this one may not hold.
+    """
+
+    rank: Rank
+    own_files: Mapping[int, int]
+    close_fds: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, boot: WorkerBoot, inherited: _Inherited, files: Sequence[Mapping[int, int]], written: Sequence[Any]
+    ) -> _ForkedRank:
+        """Make the rank of a boot record.
+
+        Args:
+            files: See `take_places`, by rank.
+            written: See `Rank`.
+        """
+        own = {getattr(boot, name) for name in WorkerBoot.FDS}
+        others = {getattr(other, name) for other in inherited.boots for name in WorkerBoot.FDS} - own
+        own_files = files[inherited.boots.index(boot)]
+        of_others = [number for fresh in files if fresh is not own_files for number in fresh.values()]
+        return cls(Rank(boot, written), own_files, [*inherited.close_fds, *others, *of_others])
+
+
+def _fork(forked: _ForkedRank, task: Task, inherited: _Inherited) -> WorkerProcess:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     _share_resource_tracker()
     with no_collections():
@@ -194,23 +229,20 @@ def _fork(rank: Rank, task: Task, own_files: Mapping[int, int], inherited: _Inhe
             if inherited.main_thread is not None:
                 inherited.main_thread.become()
             _let_tokenizers_use_one_thread()
-            inherited.connections.leave(rank.boot is inherited.boots[0])
-            take_places(own_files)
+            inherited.connections.leave(forked.rank.boot is inherited.boots[0])
+            take_places(forked.own_files)
             # A fork copies everything but this: CPython reseeds `random` in every forked child.
             random.setstate(inherited.python_rng)
-            own = {getattr(rank.boot, name) for name in WorkerBoot.FDS}
-            others = {getattr(other, name) for other in inherited.boots for name in WorkerBoot.FDS} - own
             run_rank(
-                rank,
+                forked.rank,
                 lambda: task,
-                [*inherited.close_fds, *others],
+                forked.close_fds,
                 is_fork=True,
                 lost_threads=inherited.threads,
                 kept=inherited.kept,
             )
         finally:
             os._exit(70)
-    rank.release()
     return WorkerProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
