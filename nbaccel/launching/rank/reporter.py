@@ -314,6 +314,12 @@ def _numbers(values: Sequence[Any]) -> list[float]:
 _STATM = "/proc/self/statm"
 
 
+@functools.cache
+def _limit_bytes() -> int | None:
+    """Return the memory of this machine or container, from a dozen files; a forked rank has it from its kernel."""
+    return usable_memory().total_bytes or None
+
+
 class MemoryMeter:
     """Reads this process's memory; some 20 us without a device, as much again for each.
 
@@ -327,10 +333,7 @@ class MemoryMeter:
 
     def __init__(self) -> None:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-
-    @functools.cached_property
-    def _limit_bytes(self) -> int | None:
-        return usable_memory().total_bytes or None
+        self._limit_bytes = _limit_bytes()
 
     def read(self) -> Memory:
         with open(_STATM, "rb", buffering=0) as statm:
