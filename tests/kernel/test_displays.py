@@ -133,6 +133,11 @@ def test_displays_of_earlier_cells_pages_and_widgets_are_within_reach_of_rank_0(
     assert "function calls" in pages["page"]["data"]["text/plain"]
     assert pages["set_next_input"]["text"] == "1 + 1"
     assert "not brought back: made (a widget)" in cell.text
+    cell = kernel.do(accelerate('train??\nget_ipython().run_cell("1 / 0")', "fork"))
+    (page,) = cell.payloads
+    assert "return sum(range(10))" in page["data"]["text/plain"]
+    assert "ZeroDivisionError: division by zero" in cell.text
+    assert "\x1b[" not in page["data"]["text/plain"] + cell.text
 
 
 def test_an_output_widget_is_said_not_to_take_what_ranks_print_and_hides_no_error(kernel: RealKernel) -> None:

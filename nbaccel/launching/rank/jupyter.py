@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import functools
 import logging
+import re
 import sys
 import threading
 import types
@@ -241,14 +242,16 @@ def _forward_display(shell: Any, publish: Publish) -> None:
 
     def write_payload(payload: dict[str, Any], single: bool = True) -> None:
         """Send what `%prun`, `obj?` and `%load` show beside the cell: pages and the next input."""
-        publish({"kind": "payload", "data": _jsonable(payload.get("data") or {}), "payload": payload})
+        if data := _without_colours(payload.get("data") or {}):
+            payload = {**payload, "data": data}
+        publish({"kind": "payload", "data": _jsonable(data), "payload": payload})
 
     def ask_exit() -> NoReturn:
         raise SystemExit(0)
 
     def show_error(kind: type, error: BaseException, lines: list[str]) -> None:
         """Print an error of `get_ipython().run_cell`, which a kernel's shell would send on its sockets."""
-        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.write(_COLOUR.sub("", "\n".join(lines)) + "\n")
 
     shell.display_pub.publish = display
     shell.display_pub.clear_output = clear_output
@@ -258,8 +261,14 @@ def _forward_display(shell: Any, publish: Publish) -> None:
     # `exit` and `quit` of IPython ask the kernel to end; in a rank they end the rank.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     shell.user_ns["exit"] = shell.user_ns["quit"] = sys.exit
-    with contextlib.suppress(Exception):
-        shell.colors = "NoColor"
+
+
+# Not `shell.colors`: its observers make new colour schemes, and so copy a quarter of a rank's pages.
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def _without_colours(data: dict[str, Any]) -> dict[str, Any]:
+    return {mime: _COLOUR.sub("", part) if isinstance(part, str) else part for mime, part in data.items()}
 
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
