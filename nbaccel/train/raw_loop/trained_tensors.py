@@ -51,6 +51,11 @@ _MOST_FRAMES = 50
 _MOST_LOOKED_AT = 50_000
 _DEPTH = 5
 _EMPTY = CellType()
+_HOLD_NO_MODEL = frozenset({"builtins", "numpy", "IPython", "ipykernel", "tornado", "traitlets", "zmq"})
+"""Packages whose objects are not looked into. The name `get_ipython` alone leads to thousands that serve the kernel,
+each of them in a page that a forked rank would copy.
+"""
+
 _OFTEN_ALIKE = 4
 """Averages in a row that change nothing: every rank then writes the same, as for the average of a model's weights."""
 
@@ -603,7 +608,7 @@ def _inside(value: Any, kind: type) -> list[Any]:
         parts = [value.__self__]
     elif kind is functools.partial:
         parts = [value.func, *value.args, *value.keywords.values()]
-    elif issubclass(kind, (Tensor, ModuleType, type)) or kind.__module__ in ("builtins", "numpy"):
+    elif issubclass(kind, (Tensor, ModuleType, type)) or f"{kind.__module__}".partition(".")[0] in _HOLD_NO_MODEL:
         parts = []
     else:
         parts = list(getattr(value, "__dict__", {}).values())[:_MOST_PARTS]

@@ -19,6 +19,7 @@ from nbaccel.base.world import World
 from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import PartialState
+from nbaccel.train.raw_loop import trained_tensors
 from nbaccel.train.raw_loop.loop import RawLoopTraining
 
 
@@ -51,6 +52,22 @@ def train(seed: int) -> list[torch.Tensor]:
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     return [value.detach() for value in model.state_dict().values()]
+
+
+def test_a_model_is_not_looked_for_in_objects_that_serve_the_kernel() -> None:
+    traitlets = pytest.importorskip("traitlets")
+
+    class Trainer(traitlets.HasTraits):  # type: ignore[misc]  # a class of the program's
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+    shell = traitlets.HasTraits()
+    shell.everything, model = [*range(1000)], nn.Linear(2, 2)
+    assert trained_tensors._inside(shell, type(shell)) == []
+    trainer = Trainer(model)
+    assert any(each is model for each in trained_tensors._Around().modules)
+    assert any(part is trainer.model for part in trained_tensors._inside(trainer, Trainer))
 
 
 def by_rank() -> list[torch.Tensor]:
