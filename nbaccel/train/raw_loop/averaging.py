@@ -357,6 +357,7 @@ class Averaging:
                 "the loss is divided by a count, which is 1 in a part of this batch: that may stand for none, as in "
                 "max(count, 1), and the count of the whole batch is not known"
             ) from None
+        self._watch.has_counts = self._losses.references.has_counts
         if weights is None:
             why = "its terms differ between ranks, as by a branch on samples; or one is divided by its batch twice; or"
             raise self._cannot_measure(f"{why} a single sample shows too little")
@@ -408,7 +409,7 @@ class Averaging:
                 whole=handed.whole,
                 obstacle=has_obstacle,
                 gives=gives,
-                least=self._watch.has_least,
+                least=self._watch.least,
                 at=self._steps.count,
                 steps=self._steps.taken,
                 batches=self._passes.batches if handed.is_part else 0,

@@ -560,6 +560,8 @@ class BatchSplitter:
             self._watch.end()
         elif is_open:
             self._watch.add(batch)
+        if label.is_apart and self._watch.has_counts:
+            self._watch.count()
 
     def _is_to_be_watched(self, this: SharedPass, label: Label) -> bool:
         """Return whether to watch a batch: those before a loop's first backward, and a part whose loss may be new."""

@@ -55,6 +55,9 @@ _JOINING = names("cat stack")
 _PICKING = names("index index_select gather take _unsafe_index embedding")
 _FRESH = "lift_fresh"  # of memory that torch did not fill
 _NEW = names("lift_fresh full scalar_tensor new_full fill fill_")
+_UNKNOWN, _RAISED = -1.0, -2.0
+"""Beside numbers of samples: those that NumPy or Python has, and a zero that was given a least value."""
+
 _NUMBERS = ("b", "i", "u", "f")  # kinds of NumPy's types
 _MOST_NEW = 4096
 _LONGEST_LINE = 60
@@ -69,12 +72,15 @@ class BatchWatch:
     Args:
         watches: False makes one that watches nothing.
         is_trained: Whether ranks keep a tensor equal.
+
+    Attributes:
+        has_counts: Losses are divided by counts of samples, and not only by their number.
     """
 
     def __init__(self, watches: bool = True, is_trained: Callable[[Tensor], bool] = lambda tensor: False) -> None:
         self._watches = watches
         self._is_trained = is_trained
-        self._has_least = False
+        self._has_least = self.has_counts = False
         self._trace: _Trace | None = None
         self._before: list[SeenMemory] = []
 
@@ -84,9 +90,17 @@ class BatchWatch:
         return self._trace is not None and self._trace.marks
 
     @property
-    def has_least(self) -> bool:
-        """True if a count of samples was watched that was given a least value, or left torch and may have been."""
-        return self._has_least or (self._trace is not None and self._trace.has_least)
+    def least(self) -> int:
+        """1 if a count of samples may have been none here and given a least value, 2 if one was, else 0.
+
+        It may where the loop has done so and a zero has left torch, or nothing is known of this batch.
+        """
+        trace = self._trace
+        if not (self._has_least or (trace is not None and trace.has_least)):
+            return 0
+        if trace is None or not trace.counts:
+            return 1
+        return 2 if _RAISED in trace.counts else int(not trace.counts.isdisjoint((0.0, _UNKNOWN)))
 
     @property
     def is_open(self) -> bool:
@@ -99,16 +113,27 @@ class BatchWatch:
         Args:
             marks: Look for values of the whole batch, too, beside those from outside of it.
         """
-        if self._trace is None:
-            if not (self._watches and _may_watch()):
-                return
-            self._trace = _Trace(marks, OutsideUses(self._is_trained))
-            self._trace.outside.add_memory(self._before)
-            _tell_what_leaves(True)
-            self._trace.__enter__()  # type: ignore[no-untyped-call]
+        if self._trace is not None and self._trace.only_counts:
+            self.end()
+        if not self._open(marks):
+            return
+        assert self._trace is not None
         self._trace.marks = self._trace.marks or marks
         self._trace.add(batch, rows)
         self.remember(batch)
+
+    def count(self) -> None:
+        """Watch nothing but counts, if one of the loop's may have a least value."""
+        if self._has_least and self._trace is None:
+            self._open(False, only_counts=True)
+
+    def _open(self, marks: bool, only_counts: bool = False) -> bool:
+        if self._trace is None and self._watches and _may_watch():
+            self._trace = _Trace(marks, OutsideUses(self._is_trained), only_counts)
+            self._trace.outside.add_memory(self._before)
+            _tell_what_leaves(True)
+            self._trace.__enter__()  # type: ignore[no-untyped-call]
+        return self._trace is not None
 
     def add(self, batch: Any) -> None:
         """Note that another batch was handed out; it is none of what comes from outside."""
@@ -261,9 +286,10 @@ class _Trace(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, marks: bool, outside: OutsideUses) -> None:
+    def __init__(self, marks: bool, outside: OutsideUses, only_counts: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.marks = marks
+        self.marks, self.only_counts = marks, only_counts
+        self.counts: set[float] = set()  # what may be counts, of those that leave torch or are given a least value
         self.outside = outside
         self.is_at_work, self.has_least = True, False
         self._rows: set[int] = set()
@@ -299,6 +325,10 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         bits, name = 0, func._schema.name.partition("::")[2]
+        if name in _LEAST or name == "_local_scalar_dense":
+            self._note_counts(name, args)
+        if self.only_counts:
+            return func(*args, **(kwargs or {}))
         with suppress(Exception):  # an operation that cannot be followed is the program's even so
             bits = self.outside.before(func, name, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
@@ -449,8 +479,15 @@ class _Trace(TorchDispatchMode):
                 return self._line
         return ""
 
+    def _note_counts(self, name: str, inputs: Sequence[Any]) -> None:
+        for each in inputs:
+            if isinstance(each, Tensor) and each.numel() == 1 and not each.requires_grad and each.dtype != torch.bool:
+                self.counts.add(_RAISED if name in _LEAST and not each else float(each))
+
     def note_leaves(self, tensor: Tensor) -> None:
         """Note a tensor whose numbers NumPy or Python takes."""
+        self.counts.add(_UNKNOWN)
+        self.has_least = self.has_least or self.marks
         self.outside.note_leaves(tensor)
         if self.marks and tensor.numel() > 1 and self._read(tensor)[0] & BATCH:
             self._taken.append(tensor)

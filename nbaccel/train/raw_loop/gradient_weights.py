@@ -55,6 +55,7 @@ class References:
 
     def __init__(self) -> None:
         self._found: dict[Hashable, tuple[float, float, float]] = {}
+        self.has_counts = False  # divisors depend on the samples, and not only on their number
         self._additive: set[Hashable] = set()  # their divisors sum over the ranks
         self._of_program: set[Hashable] = set()  # they do not, whatever they become later
         self._alike: dict[Hashable, float] = {}  # equal in parts of different sizes, and not as before
@@ -243,7 +244,7 @@ def differ(numbers: Sequence[float]) -> bool:
 
 
 class LeastCount(Exception):
-    """A count that divides a loss is 1 in a part: that may stand for none, as in ``max(count, 1)``."""
+    """A count that divides a loss may stand for none in a part, as in ``max(count, 1)``."""
 
 
 def factors(
@@ -304,13 +305,13 @@ def factors(
             elements_of = [_elements(count) for count in counts]
             adds = references.is_additive(key, constants, rows, first.whole, elements_of)
             values = [header.values[rank][:1] for rank in givers]
-            parts = _without_empty(constants, rows, values if count == 1 else []) if adds else None
-            if (
-                parts is not None
-                and header.any("least")
-                and any(part == 1 < row for part, row in zip(parts, rows, strict=True))
-            ):
-                raise LeastCount
+            least = [says[rank].least if row > 1 else 0.0 for rank, row in zip(givers, rows, strict=True)]
+            parts = _without_empty(constants, rows, values if count == 1 else [], least) if adds else None
+            if parts is not None:
+                shares = [part / row for part, row in zip(parts, rows, strict=True) if row]
+                references.has_counts |= len(shares) == len(rows) and differ(shares)
+                if any(_may_be_none(part, each, parts) for part, each in zip(parts, least, strict=True)):
+                    raise LeastCount
         shares = [1.0] * len(givers) if parts is None else [part / (sum(parts) or 1.0) for part in parts]
         column = [0.0] * size
         for rank, share, factor in zip(givers, shares, factor_of, strict=True):
@@ -319,19 +320,25 @@ def factors(
     return [[column[rank] for column in columns] for rank in range(size)]
 
 
+def _may_be_none(divisor: float, least: float, divisors: Sequence[float]) -> bool:
+    """Return whether one of the ranks' divisors may be a least count, which may have a factor: `loss / (2 * count)`."""
+    return least == 1 == divisor or (least == 2 and divisor > 0 and all(_is_whole(each / divisor) for each in divisors))
+
+
 def _without_empty(
-    divisors: Sequence[float], rows: Sequence[float], values: Sequence[Sequence[float]]
+    divisors: Sequence[float], rows: Sequence[float], values: Sequence[Sequence[float]], least: Sequence[float]
 ) -> Sequence[float]:
     """Return the ranks' divisors, with 0 for a 1 of an empty mask: ``m.sum().clamp(min=1)``. Its sum is 0, too.
 
     Args:
         values: The loss of each rank, where it is this term alone.
+        least: By rank, 2 where a count was given a least value; it may have a factor.
     """
     if not values:
         return divisors
     return [
-        0.0 if divisor == 1 and count > 1 and value == [0.0] else divisor
-        for divisor, count, value in zip(divisors, rows, values, strict=True)
+        0.0 if (divisor == 1 or each == 2) and count > 1 and value == [0.0] else divisor
+        for divisor, count, value, each in zip(divisors, rows, values, least, strict=True)
     ]
 
 
@@ -361,7 +368,7 @@ class Say:
         whole: The number of samples of the whole batch of which it has a part.
         obstacle: Not 0 if the loss is no sum over samples.
         gives: 1 if its gradient counts.
-        least: 1 if the loop may divide by the larger one of a count and 1.
+        least: 1 if the loop may divide by the larger one of a count and 1, and the count may be none here; 2 if one is.
         at: The number of its step.
         steps: The number of steps of optimizers so far.
         batches: The number of batches that were handed out, where they are cut; else 0.

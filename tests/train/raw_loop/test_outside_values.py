@@ -508,13 +508,55 @@ def rare_positives_as_a_number() -> list[float]:
     return _fit(loss)
 
 
-@pytest.mark.parametrize("program", [rare_positives, rare_positives_as_a_number])
+def rare_positives_with_a_factor() -> list[float]:
+    def loss(out: Tensor, t: Tensor, index: Tensor) -> Tensor:
+        positive = (t > 0.9).to(out)
+        return 0.3 * F.binary_cross_entropy_with_logits(out, positive, reduction="sum") / positive.sum().clamp(min=1)
+
+    return _fit(loss)
+
+
+@pytest.mark.parametrize("program", [rare_positives, rare_positives_as_a_number, rare_positives_with_a_factor])
 def test_a_least_count_by_which_a_loss_is_divided_ends_before_it_is_trained_on(
     program: Callable[[], list[float]],
 ) -> None:
     for found, how, _ in run_ranks(3, _in_a_rank, program):
         assert "the loss is divided by a count, which is 1 in a part of this batch" in found
         assert how == STATES
+
+
+def _fit_in_order(least: Callable[[Tensor], Any]) -> list[float]:
+    """Train on parts of which one has a single positive, and none has none."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        for x, _, index in DataLoader(_data(), batch_size=ROWS):
+            positive = torch.isin(index % ROWS, torch.tensor([1, 9, 12, 13])).to(x)
+            optimizer.zero_grad()
+            losses = F.binary_cross_entropy_with_logits(model(x).squeeze(1), positive, reduction="none")
+            (losses.sum() / least(positive.sum())).backward()
+            optimizer.step()
+    return [each for parameter in model.parameters() for each in parameter.flatten().tolist()]
+
+
+def one_positive() -> list[float]:
+    return _fit_in_order(lambda count: count.clamp(min=1))
+
+
+def one_positive_as_a_number() -> list[float]:
+    return _fit_in_order(lambda count: max(1, int(count.item())))
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("program", [one_positive, one_positive_as_a_number])
+def test_a_count_of_one_that_was_given_no_least_value_is_one(
+    program: Callable[[], list[float]], world_size: int
+) -> None:
+    expected = _in_one_process(program)
+    for found, how, was_split in run_ranks(world_size, _in_a_rank, program):
+        assert (how, was_split) == ("", True)
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_the_name_of_a_state_and_its_line_are_told() -> None:

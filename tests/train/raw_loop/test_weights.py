@@ -185,3 +185,12 @@ def test_a_count_of_one_that_may_stand_for_none_is_not_added_up(values: list[flo
             weights(said)
     else:
         assert weights(said) == [0, 1]
+
+
+def test_a_least_count_that_has_a_factor_is_not_added_up() -> None:
+    said = header([NONE, NONE], [1 / 0.3, 2 / 0.3], [4, 4], 8, values=[0.5, 0.5])
+    said.says[0].least = 1
+    assert weights(said) == pytest.approx([1 / 3, 2 / 3])
+    said.says[0].least = 2
+    with pytest.raises(LeastCount):
+        weights(said)
