@@ -158,5 +158,6 @@ class Continuation:
             return
         raise CannotResume(
             f"{what}, by as many ranks on the same processor: something that the cells use is not as it was, such as a "
-            "file or a setting of a library. Nothing was trained; leave --resume out to start anew."
+            "file, a setting of a library, or hash(), which is another in each kernel unless the environment variable "
+            "PYTHONHASHSEED is a number. Nothing was trained; leave --resume out to start anew."
         )

@@ -86,13 +86,15 @@ class NoData(TypeError):
         what: The object in words: "a function".
         steps: The way to it from the value that was encoded.
         obj: The object.
+        place: All of its place, where that is known.
     """
 
-    def __init__(self, what: str, steps: str = "", obj: Any = None) -> None:
+    def __init__(self, what: str, steps: str = "", obj: Any = None, place: str = "") -> None:
         super().__init__(f"{what}{steps}")
         self.what = what
         self.steps = steps
         self.obj = obj
+        self.place = place
 
 
 class NotMade(LookupError):
@@ -310,6 +312,8 @@ class Encoder:
         pandas = sys.modules.get("pandas")
         if pandas is not None and type(obj) in (getattr(pandas, "DataFrame", None), getattr(pandas, "Series", None)):
             return self._table(obj, steps)
+        if pandas is not None and type(obj) in (getattr(pandas, "Index", None), getattr(pandas, "RangeIndex", None)):
+            return ["index", *self._axis(obj, steps, is_whole=False)]
         if type(obj) is torch.Generator:
             return ["torch.Generator", str(obj.device), self._put(obj.get_state())]
         if np is not None and type(obj) is np.random.Generator:
@@ -346,15 +350,22 @@ class Encoder:
         name = self._value(table.name, steps) if is_column else None
         return ["table", is_column, axes, [self._value(values, steps) for values in plain], name]
 
-    def _axis(self, axis: Any, steps: str) -> Any:
+    def _axis(self, axis: Any, steps: str, is_whole: bool = True) -> Any:
+        """Return the record of labels.
+
+        Args:
+            is_whole: They are made once all arrays are filled; else a tuple has objects, which are made before it.
+        """
         pandas: Any = sys.modules["pandas"]
         name = self._value(axis.name, steps)
         if type(axis) is pandas.RangeIndex:
             return ["range", axis.start, axis.stop, axis.step, name]
         values = axis.to_numpy() if type(axis) is pandas.Index else None
         if values is None or pandas.Index(values).dtype != axis.dtype:
-            raise NoData(f"a table with {with_article(type(axis).__name__)} of {axis.dtype}", steps)
-        return ["labels", self._value(values, steps), name]
+            labels = f"{with_article(type(axis).__name__)} of {axis.dtype}"
+            raise NoData(f"a table with {labels}" if is_whole else labels, steps)
+        is_tuple = values.dtype.kind == "O" and not is_whole
+        return ["labels", self._value(tuple(values.tolist()) if is_tuple else values, steps), name]
 
     def _tensor(self, tensor: Tensor, steps: str = "", is_new: bool = True) -> Any:
         """Return the record of a tensor: a view of one that the notebook has, or of memory that is in the file."""
@@ -833,12 +844,17 @@ class Decoder:
         self._fill_with([name, *columns], fill, 2)
         return new
 
+    def _index(self, _: str, *axis: Any) -> Any:
+        return self._axis(*axis)()
+
     def _axis(self, word: str, *parts: Any) -> Callable[[], Any]:
         pandas: Any = sys.modules["pandas"]
         *labels, name = (self._value(part) for part in parts)
         if word not in ("range", "labels"):
             raise ValueError(f"{word} is no axis")
-        return lambda: pandas.RangeIndex(*labels, name=name) if word == "range" else pandas.Index(*labels, name=name)
+        if word == "range":
+            return lambda: pandas.RangeIndex(*labels, name=name)
+        return lambda: pandas.Index(*labels, name=name, tupleize_cols=False)
 
     # --- random generators
 
@@ -895,6 +911,7 @@ _RECORDS: dict[str, Callable[..., Any]] = {
     **{"frozenset": Decoder._frozenset, "deque": Decoder._deque, "defaultdict": Decoder._defaultdict},
     **{"bytearray": Decoder._bytearray, "object": Decoder._instance, "view": Decoder._view},
     **{"tensor": Decoder._new_tensor, "array": Decoder._array, "objects": Decoder._objects, "table": Decoder._table},
+    "index": Decoder._index,
     **{"torch.Generator": Decoder._generator, "numpy.random.Generator": Decoder._generator_of_numpy},
     **{"numpy.random.RandomState": Decoder._random_state, "random.Random": Decoder._random},
     **dict.fromkeys(_MAPPINGS, Decoder._mapping),

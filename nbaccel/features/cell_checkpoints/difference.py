@@ -165,7 +165,7 @@ class CellDifference:
         try:
             contents = list(made.contents(encoder))
         except NoData as error:
-            _refuse(f"a part of {', '.join(map(local_name, made.roots))}{error.steps}", error.what)
+            _refuse(error.place or f"a part of {_listed(map(local_name, made.roots))}{error.steps}", error.what)
         lost = {*unsaved, *dropped, *made.roots}
         data = {
             "version": _VERSION,

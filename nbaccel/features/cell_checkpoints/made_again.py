@@ -202,7 +202,7 @@ def _content(seen: Seen, encoder: Encoder) -> Any:
     if type(obj) is tuple:
         return None
     if not is_read_by_attributes(seen.kind):
-        raise NoData(with_article(type(obj).__name__), f" at {shown(seen.place)}")
+        raise NoData(with_article(type(obj).__name__), place=shown(seen.place))
     slots = [(name, member) for name, member in slots_of(type(obj)).items() if hasattr(obj, name)]
     return ["slots", _encodable(encoder, ((name, member.__get__(obj)) for name, member in slots))] if slots else None
 

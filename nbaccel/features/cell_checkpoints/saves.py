@@ -31,6 +31,7 @@ from nbaccel.features.cell_checkpoints.frame_position import NoPosition
 from nbaccel.features.cell_checkpoints.head_state import HeadState
 from nbaccel.features.cell_checkpoints.loss_tap import LossTap
 from nbaccel.features.cell_checkpoints.marked_cell import Boundary, MarkedCell
+from nbaccel.features.cell_checkpoints.steps_by_hand import StepsByHand
 from nbaccel.features.source.source_mark import SourceMark
 from nbaccel.launching.rank.flag_watch import kind_of_call
 from nbaccel.launching.tasks.cell_code import CellSource
@@ -122,7 +123,11 @@ class CellSaves:
         when_stepping_back(self._step_back)
         self._first_step = register_optimizer_step_pre_hook(self._before_step)
         self._cell.__enter__()
-        self._watch_for_steps_by_hand(0)
+        StepsByHand(
+            reached=lambda: () if self.head is None else self.head.tensors(),
+            is_needed=lambda: self._is_on and not self._has_optimizer,
+            take=self._count_step_by_hand,
+        )
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -295,17 +300,8 @@ class CellSaves:
             self.say(f"{self._flag}: saved between the rounds of an enclosing loop only: {why}")
         emit(SavesItself())
 
-    def _watch_for_steps_by_hand(self, versions: int) -> None:
-        """Count the steps of a loop without an optimizer, by changes of what it trains between two backwards."""
-
-        def look(loss: float) -> None:
-            if not self._has_optimizer and self._is_on:
-                trained = () if self.head is None else self.head.tensors()
-                now = sum(tensor._version for tensor in trained if tensor.requires_grad)
-                self._cell.steps += versions not in (0, now)
-                self._watch_for_steps_by_hand(now)
-
-        LossTap(look, is_read=False)
+    def _count_step_by_hand(self) -> None:
+        self._cell.steps += 1
 
     def _before_step(self, *_: Any) -> None:
         """Refuse a loop that is out of sight, before its first step; leave that of a library to the library.

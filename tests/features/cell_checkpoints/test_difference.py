@@ -285,6 +285,33 @@ def test_a_table_comes_back_as_it_was(tmp_path: Path, value: str) -> None:
     assert here["curve"].equals(there["curve"])
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "pd.RangeIndex(2, 9, 3, name='n')",
+        "pd.Index([4, 2])",
+        "pd.Index(['a', 'b'], name='t')",
+        "pd.Index([0.5, None])",
+        "pd.Index([(1, 2), ('a', None)], tupleize_cols=False)",
+        "pd.Index([])",
+        "pd.DataFrame({'a': [1, 2, 3]}, index=[7, 8, 9]).query('a > 1').index",
+    ],
+)
+def test_labels_come_back_as_they_were(tmp_path: Path, value: str) -> None:
+    there = saved(tmp_path, TABLES, f"value = {value}\nboth = [value, 1]")
+
+    here, _ = continued(tmp_path, TABLES)
+
+    assert here["value"].identical(there["value"])
+    assert repr(here["value"]) == repr(there["value"])
+    assert here["both"][0] is here["value"]
+
+
+def test_labels_of_types_of_pandas_own_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotSave, match="days is a DatetimeIndex, which no file of data can hold"):
+        saved(tmp_path, "import pandas as pd", "days = pd.to_datetime(['2026-01-02'])")
+
+
 def test_a_table_of_types_of_pandas_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotSave, match="table is a column of category, which no file of data can hold"):
         saved(tmp_path, "import pandas as pd", "table = pd.DataFrame({'c': ['a', 'b']}).astype('category')")

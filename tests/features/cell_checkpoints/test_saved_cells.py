@@ -376,6 +376,24 @@ def test_a_run_that_trains_before_it_comes_to_its_place_is_refused(
     assert str(cell.error).startswith("saved/checkpoint_4 cannot be continued: the cell trains before it has come to")
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("n", "start"), [(1, "fork"), (2, "zygote")])
+@pytest.mark.parametrize(
+    "update", ["p.data += -0.1 * p.grad", "p.data = p.data - 0.1 * p.grad", "with torch.no_grad(): p -= 0.1 * p.grad"]
+)
+def test_a_loop_that_steps_by_hand_goes_on_bit_by_bit(sessions: Sessions, update: str, n: int, start: str) -> None:
+    sessions.above = re.sub("optimizer = .*", "", ABOVE)
+    loop = LOOP.replace("optimizer.zero_grad()", "model.zero_grad()").replace(
+        "optimizer.step()", f"for p in model.parameters():\n            {update}"
+    )
+    flags = f"-n {n} --start {start} {SAVES}"
+    expected = undisturbed(sessions, flags, loop)
+    sessions.end(flags.format("saved"), 7, loop)
+    cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
+    assert re.search(r"continuing from saved/checkpoint_\d+: step ", cell.stdout)
+    assert sessions.trained() == expected
+
+
 def test_a_function_that_loops_over_a_generator_goes_on_between_the_rounds_of_its_caller(sessions: Sessions) -> None:
     """What the function holds, such as the generator itself, is not there between the rounds, and refuses nothing."""
     sessions.above = ABOVE + ROUNDS
