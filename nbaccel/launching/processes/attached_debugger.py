@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-__all__ = ["fork", "is_attached", "leave_debugger", "undebugged", "untrace"]
+__all__ = ["fork", "is_attached", "leave_debugger", "undebugged", "untrace", "what_it_replaced"]
 
 _ORIGINAL = "original_"
 """What the debugger puts before the name of a function that it has replaced."""
@@ -53,19 +53,36 @@ def untrace() -> None:
         settrace(None)
 
 
-def leave_debugger() -> None:
-    """Undo in a forked rank what the debugger has changed in the kernel; called before any thread is started."""
+def what_it_replaced() -> list[tuple[dict[str, Any], str, Any]]:
+    """Return the functions of Python's own that a debugger has replaced: the names of a module, the name, the function.
+
+    Called in the kernel: a rank that went through these modules would copy the pages of all their names.
+    """
     if "_pydev_bundle.pydev_monkey" not in sys.modules:
-        return
+        return []
+    found: list[tuple[dict[str, Any], str, Any]] = []
     for name in _PATCHED:
         functions = vars(sys.modules.get(name, os))
-        for original in [each for each in functions if each.startswith(_ORIGINAL)]:
-            functions[original.removeprefix(_ORIGINAL)] = functions[original]
+        originals = [each for each in list(functions) if each.startswith(_ORIGINAL)]
+        found += [(functions, each.removeprefix(_ORIGINAL), functions[each]) for each in originals]
     for name in _THREADS:
         functions = vars(sys.modules[name])
-        for start in ("start_new_thread", "start_new", "_start_new_thread"):
-            if start in functions and "_original_start_new_thread" in functions:
-                functions[start] = functions["_original_start_new_thread"]
+        if (original := functions.get("_original_start_new_thread")) is not None:
+            starts = ("start_new_thread", "start_new", "_start_new_thread")
+            found += [(functions, start, original) for start in starts if start in functions]
+    return found
+
+
+def leave_debugger(replaced: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+    """Undo in a forked rank what the debugger has changed in the kernel; called before any thread is started.
+
+    Args:
+        replaced: See `what_it_replaced`.
+    """
+    if "_pydev_bundle.pydev_monkey" not in sys.modules:
+        return
+    for functions, name, original in replaced:
+        functions[name] = original
     untrace()
     threading.settrace(None)
     monitoring: Any = getattr(sys, "monitoring", None)  # since Python 3.12

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching.ipc.spec import ForkServer, LaunchSpec, Task, WorkerBoot
-from nbaccel.launching.processes.attached_debugger import fork, leave_debugger
+from nbaccel.launching.processes.attached_debugger import fork, leave_debugger, what_it_replaced
 from nbaccel.launching.processes.calling_thread import CallingThread
 from nbaccel.launching.processes.handle import WorkerProcess
 from nbaccel.launching.processes.interaction import Pollable
@@ -160,6 +160,7 @@ class _Inherited:
         python_rng: The state of `random`.
         threads: Threads that user code may wait for, see `LostThreads`.
         kept: Objects that would close or delete something if a rank released them.
+        replaced: See `leave_debugger`.
     """
 
     boots: Sequence[WorkerBoot]
@@ -169,6 +170,7 @@ class _Inherited:
     python_rng: Any
     threads: Sequence[threading.Thread]
     kept: Sequence[Any]
+    replaced: Sequence[tuple[dict[str, Any], str, Any]]
 
     @classmethod
     def now(cls, boots: Sequence[WorkerBoot], close_fds: Sequence[int]) -> _Inherited:
@@ -181,6 +183,7 @@ class _Inherited:
             random.getstate(),
             threads_of_the_notebook(),
             what_closes_itself(),
+            what_it_replaced(),
         )
 
 
@@ -225,7 +228,7 @@ def _fork(forked: _ForkedRank, task: Task, inherited: _Inherited) -> WorkerProce
             gc.freeze()  # a collection would write to all objects of the notebook, and so copy their pages
     if pid == 0:
         try:
-            leave_debugger()
+            leave_debugger(inherited.replaced)
             if inherited.main_thread is not None:
                 inherited.main_thread.become()
             _let_tokenizers_use_one_thread()

@@ -30,7 +30,7 @@ pid = attached_debugger.fork()
 if pid == 0:
     code = 1
     try:
-        attached_debugger.leave_debugger()
+        attached_debugger.leave_debugger(attached_debugger.what_it_replaced())
         assert sys.gettrace() is None
         child = os.fork()
         if child == 0: os._exit(0)
