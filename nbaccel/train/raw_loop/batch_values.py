@@ -326,10 +326,11 @@ class _Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         bits, name = 0, func._schema.name.partition("::")[2]
         if name in _LEAST or name == "_local_scalar_dense":
-            self._note_counts(name, args)
+            with suppress(Exception):  # an operation that cannot be followed is the program's even so
+                self._note_counts(name, args)
         if self.only_counts:
             return func(*args, **(kwargs or {}))
-        with suppress(Exception):  # an operation that cannot be followed is the program's even so
+        with suppress(Exception):
             bits = self.outside.before(func, name, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         with suppress(Exception):
@@ -481,7 +482,8 @@ class _Trace(TorchDispatchMode):
 
     def _note_counts(self, name: str, inputs: Sequence[Any]) -> None:
         for each in inputs:
-            if isinstance(each, Tensor) and each.numel() == 1 and not each.requires_grad and each.dtype != torch.bool:
+            is_number = type(each) is Tensor and each.numel() == 1 and not each.is_meta  # of no compiler, or vmap
+            if is_number and not each.requires_grad and each.dtype != torch.bool:
                 self.counts.add(_RAISED if name in _LEAST and not each else float(each))
 
     def note_leaves(self, tensor: Tensor) -> None:
