@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -230,13 +231,20 @@ def test_an_interrupt_while_the_clean_process_loads_torch_ends_the_cell_before_a
     fresh.do("%load_ext nbaccel\nimport torch, torch.distributed, torch._dynamo, torch.nn.parallel")
     touch = "from pathlib import Path\nPath('ran').touch()"
     running = fresh.begin(accelerate(touch, "zygote"))
-    running.until_text("on CPU, zygote, ")
+    running.until(lambda _: any("processes.zygote import main" in line for line in _command_lines_below(fresh.pid)))
     fresh.interrupt()
     cell = running.end(timeout_s=20)
     cell.failed("KeyboardInterrupt")
     assert not (fresh.folder / "ran").exists()
     fresh.do(accelerate(touch, "zygote"))
     assert (fresh.folder / "ran").exists()
+
+
+def _command_lines_below(pid: int) -> list[str]:
+    """Return those of the children of a process."""
+    children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    lines = [Path(f"/proc/{child}/cmdline") for child in " ".join(children).split()]
+    return [line.read_text() for line in lines if line.exists()]
 
 
 TIMEOUT = """
