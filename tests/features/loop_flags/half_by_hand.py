@@ -55,6 +55,14 @@ def half_by_hand(name: str) -> Iterator[None]:
         finally:
             optimizer.step = held
             stepped.add(optimizer)
+            if all(each in stepped for each in in_use() if has_gradients(each)):
+                update()  # where a person has it: with batches in parts it counts at the end of a batch only
+
+    def update() -> None:
+        """Move the factor, once for all optimizers that share that of a loss."""
+        scaler.update()
+        unscaled.clear()
+        stepped.clear()
 
     def parameters_of(optimizer: Any) -> list[Tensor]:
         return [each for group in optimizer.param_groups for each in group["params"]]
@@ -75,10 +83,8 @@ def half_by_hand(name: str) -> Iterator[None]:
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if not scaler.is_enabled() or getattr(is_inside, "backward", False):
             return backward(tensors, *args, **kwargs)
-        if stepped:  # once for all optimizers that share the factor of a loss
-            scaler.update()
-            unscaled.clear()
-            stepped.clear()
+        if stepped:
+            update()
         if any(has_gradients(each) and each in unscaled for each in in_use()):
             raise NotByHand
         is_inside.backward = True

@@ -1,5 +1,6 @@
 """The loops of `loops` under `-p`, and with `-a 3` beside it, end bit by bit as by hand in as many ranks, or refused.
 
+So do those whose batches come in parts, after memory ran out: by hand they are given the same parts.
 Here they begin in float32: an autocast leaves float64 as it is. `make full` has them in two and three ranks too.
 """
 
@@ -17,7 +18,7 @@ import torch
 
 from features.loop_flags.by_hand import accumulated_by_hand
 from features.loop_flags.half_by_hand import half_by_hand
-from features.loop_flags.test_accumulated_loops import MORE_BY_HAND, REFUSED as REFUSED_WITH_BATCHES, STEPS
+from features.loop_flags.test_accumulated_loops import MORE_BY_HAND, OF_PARTS, REFUSED as REFUSED_WITH_BATCHES, STEPS
 from nbaccel.base.settings import RunSettings
 from train.raw_loop.in_turn import SOME, End, in_groups, in_ranks, watched
 from train.raw_loop.loops import LOOPS, Loop, Values
@@ -48,9 +49,10 @@ OTHERWISE_WITH_BATCHES = {*MORE_BY_HAND, "two_sums_that_are_divided_otherwise"}
 divided by a number of the program is divided once more by hand, and by the flag multiplied: other bits of bfloat16."""
 
 
-def in_half(loop: Loop, name: str, steps: int, by_hand: bool) -> Values:
-    """What a loop ends with in this rank.  steps: batches for each step."""
-    settings = RunSettings() if by_hand else RunSettings(raw_precision=name, gradient_accumulation_steps=steps)
+def in_half(loop: Loop, name: str, steps: int, by_hand: bool, split: int | None = None) -> Values:
+    """What a loop ends with in this rank.  steps: batches for each step.  split: parts of each batch."""
+    flags = {} if by_hand else {"raw_precision": name, "gradient_accumulation_steps": steps}
+    settings = RunSettings(split=split, **flags)  # type: ignore[arg-type]
     was = torch.get_default_dtype()
     with watched(settings), ExitStack() as stack:
         stack.callback(torch.set_default_dtype, was)
@@ -64,10 +66,11 @@ def in_half(loop: Loop, name: str, steps: int, by_hand: bool) -> Values:
         return loop.function()
 
 
-def wrong_of(loop: Loop, name: str, steps: int, ranks: Sequence[Sequence[End]]) -> list[str]:
+def wrong_of(loop: Loop, name: str, steps: int, ranks: Sequence[Sequence[End]], split: int | None = None) -> list[str]:
     """What is not as it should be.  ranks: what a loop ended with in each, by the flag and by hand."""
     refusals = [REFUSED.get((name, loop.name)), REFUSED_WITH_BATCHES.get(loop.name) if steps > 1 else None]
     refusals += ["NotPrepared: "] if loop.may_refuse and len(ranks) > 1 else []
+    refusals += OF_PARTS if split else []
     wrong = []
     for rank, (found, *by_hand) in enumerate(ranks):
         expected = by_hand[0] if by_hand else ""
@@ -89,6 +92,11 @@ def _comparable(value: Any) -> torch.Tensor:
     return torch.as_tensor(value, dtype=torch.float64).nan_to_num(nan=1e300)
 
 
+OTHERWISE_IN_PARTS = {"low_rank_adaptation"}
+"""Gradients that no optimizer steps stay from before, so that `half_by_hand` cannot tell where a factor moves."""
+
+PARTS = 4
+
 ALWAYS = (
     "momentum",
     "schedule_per_step",
@@ -102,7 +110,8 @@ ALWAYS = (
 def _cases() -> Iterator[Any]:
     for world_size, name, steps in ((1, "fp16", 1), (1, "bf16", STEPS), (2, "fp16", STEPS)):
         names = [loop.name for loop in LOOPS if loop.name in ALWAYS and _is_comparable(loop, name, steps)]
-        yield pytest.param("fork", world_size, name, steps, names, id=f"fork-{world_size}-{name}-{steps}-some")
+        yield pytest.param("fork", world_size, name, steps, None, names, id=f"fork-{world_size}-{name}-{steps}-some")
+    yield pytest.param("fork", 2, "fp16", 1, PARTS, ALWAYS, id=f"fork-2-fp16-1-in-{PARTS}-some")
     for start, world_size, name, steps in itertools.product(
         ["fork", "zygote"], [1, 2, 3], ["bf16", "fp16"], [1, STEPS]
     ):
@@ -111,7 +120,12 @@ def _cases() -> Iterator[Any]:
             loops = [loop for loop in loops if loop.name in SOME]
         for place, names in enumerate(in_groups(loops)):
             case = f"{start}-{world_size}-{name}-{steps}-{place}"
-            yield pytest.param(start, world_size, name, steps, names, marks=pytest.mark.full, id=case)
+            yield pytest.param(start, world_size, name, steps, None, names, marks=pytest.mark.full, id=case)
+    for name in ("bf16", "fp16"):  # accumulation by hand would count parts
+        loops = [loop for loop in LOOPS if _is_comparable(loop, name, 1) and loop.name not in OTHERWISE_IN_PARTS]
+        for place, names in enumerate(in_groups(loops)):
+            case = f"fork-2-{name}-1-in-{PARTS}-{place}"
+            yield pytest.param("fork", 2, name, 1, PARTS, names, marks=pytest.mark.full, id=case)
 
 
 def _is_comparable(loop: Loop, name: str, steps: int) -> bool:
@@ -120,15 +134,17 @@ def _is_comparable(loop: Loop, name: str, steps: int) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the loop by hand
+@pytest.mark.filterwarnings("ignore:var")  # of single samples, as a part of a batch may be
 @pytest.mark.product
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("start", "world_size", "name", "steps", "names"), [*_cases()])
+@pytest.mark.parametrize(("start", "world_size", "name", "steps", "split", "names"), [*_cases()])
 def test_loops_in_half_precision_end_as_by_hand_or_are_refused(
-    start: str, world_size: int, name: str, steps: int, names: Sequence[str]
+    start: str, world_size: int, name: str, steps: int, split: int | None, names: Sequence[str]
 ) -> None:
-    runs = [partial(in_half, name=name, steps=steps, by_hand=by_hand) for by_hand in (False, True)]
+    runs = [partial(in_half, name=name, steps=steps, by_hand=by_hand, split=split) for by_hand in (False, True)]
     ends = in_ranks(start, world_size, names, *runs)
-    assert not [wrong for loop in LOOPS if loop.name in ends for wrong in wrong_of(loop, name, steps, ends[loop.name])]
+    loops = [loop for loop in LOOPS if loop.name in ends]
+    assert not [wrong for loop in loops for wrong in wrong_of(loop, name, steps, ends[loop.name], split)]
 
 
 @pytest.mark.parametrize("name", ["an_optimizer_for_each_phase", "sparse_embedding"])
