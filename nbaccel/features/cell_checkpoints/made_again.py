@@ -30,8 +30,10 @@ from nbaccel.features.cell_checkpoints.head_state import (
     is_refused_name,
     shown,
     stateless,
+    text_of,
 )
 from nbaccel.namespace.arrays import TensorChange, Values
+from nbaccel.namespace.inventory import ObjectPlace
 from nbaccel.namespace.kind import Entries, Write
 from nbaccel.namespace.kinds import attributes_of, is_read_by_attributes, slots_of
 from nbaccel.namespace.wrappers import is_put_there
@@ -39,6 +41,10 @@ from nbaccel.namespace.wrappers import is_put_there
 __all__ = ["MadeAgain", "is_alike", "made_objects", "prepared"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = frozenset(
+    name for name in vars(torch.nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called"))
+)
+"""Tables of a module by the numbers that torch gives to hooks, which go on as long as the process lives."""
 
 
 @frozen
@@ -114,10 +120,42 @@ class MadeAgain:
         Raises:
             NoData: Something has a state that is neither data nor made by a statement.
         """
-        for text, seen in self.state.objects().items():
+        for text, seen in _by_order_of_hooks(self.state.objects()).items():
             if self.places.get(id(seen.obj)) == text:
                 kept = _kept(seen.obj.items()) if type(seen.obj) is dict else []
                 yield [text, _name_of(seen.obj), kept, _content(seen, encoder)]
+
+
+def _copy(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model, also of one that holds results of its forward, as torch's weight_norm does."""
+    # https://github.com/pytorch/pytorch/pull/103001: such tensors refuse to be copied.
+    values = [value for module in model.modules() for value in vars(module).values()]
+    memo = {id(each): each.detach().clone() for each in values if isinstance(each, Tensor) and not each.is_leaf}
+    return copy.deepcopy(model, memo)
+
+
+def _by_order_of_hooks(objects: Mapping[str, Seen]) -> Mapping[str, Seen]:
+    """Return objects by the text of their place, in which a hook has its number among those of its table."""
+    numbers: dict[tuple[str, tuple[Any, ...]], set[int]] = {}
+    for seen in objects.values():
+        for table, number in _hooks_on_the_way(seen.place):
+            numbers.setdefault(table, set()).add(number)
+    orders = {table: {number: at for at, number in enumerate(sorted(found))} for table, found in numbers.items()}
+
+    def text(seen: Seen) -> str:
+        steps = list(seen.place.steps)
+        for (name, before), number in _hooks_on_the_way(seen.place):
+            steps[len(before)] = steps[len(before)][0], orders[name, before][number]
+        return text_of(ObjectPlace(seen.place.name, tuple(steps)))
+
+    return {text(seen): seen for seen in objects.values()} if numbers else objects
+
+
+def _hooks_on_the_way(place: ObjectPlace) -> Iterator[tuple[tuple[str, tuple[Any, ...]], int]]:
+    """Yield the tables of hooks through which a place leads, each with torch's number of the hook."""
+    for at, (_, key) in enumerate(place.steps[:-1]):
+        if key in _HOOKS and type(number := place.steps[at + 1][1]) is int:
+            yield (place.name, place.steps[: at + 1]), number
 
 
 def _as_it_is(name: str, tensor: Tensor) -> Tensor:
@@ -167,7 +205,8 @@ def _in_place(state: HeadState, head: HeadState) -> dict[int, str]:
 
     Tensors of models are among them, since functions and hooks may have them, too.
     """
-    new = {id(seen.obj): (text, seen) for text, seen in state.objects().items() if head.place_of_any(seen.obj) is None}
+    objects = _by_order_of_hooks(state.objects())
+    new = {id(seen.obj): (text, seen) for text, seen in objects.items() if head.place_of_any(seen.obj) is None}
     found: dict[int, str] = {}
 
     def add(*objects: Any) -> None:
@@ -192,6 +231,8 @@ def _content(seen: Seen, encoder: Encoder) -> Any:
     obj = seen.obj
     if isinstance(obj, Tensor):
         return encoder.change(TensorChange(Values(obj.detach()), obj.requires_grad, (obj.grad,)))
+    if any(key in _HOOKS for _, key in seen.place.steps[-1:]):
+        return None  # as the statement has left it
     if isinstance(obj, dict):
         methods = OrderedDict if isinstance(obj, OrderedDict) else dict
         return ["entries", _encodable(encoder, methods.items(obj))]
@@ -211,7 +252,7 @@ def _encodable(encoder: Encoder, items: Any) -> list[Any]:
     """Return the pairs of keys and values that are data."""
     found = []
     for key, value in list(items):
-        if is_refused_name(key) or is_put_there(key, value):
+        if is_refused_name(key) or is_put_there(key, value) or key in _HOOKS:
             continue
         try:
             found.append([encoder.encoded(key), encoder.encoded(value)])
@@ -232,8 +273,8 @@ def made_objects(roots: Mapping[str, Any], copies: Mapping[str, Any] = MappingPr
     """
     if not all(isinstance(original, torch.nn.Module) for original in copies.values()):
         raise ValueError("a copy of no model")
-    own = {root: copy.deepcopy(original) for root, original in copies.items()}
-    return HeadState({**roots, **own}, are_names=False).objects()
+    own = {root: _copy(original) for root, original in copies.items()}
+    return _by_order_of_hooks(HeadState({**roots, **own}, are_names=False).objects())
 
 
 def is_alike(seen: Seen | None, name: str, kept: Any) -> bool:

@@ -444,6 +444,21 @@ def run(fold):
 """,
         "results = []\nfor fold in range(3): results.append(run(fold))\nmodel = results[-1][0]\n",
     ),
+    "hooks that are objects, in folds": (
+        """
+import warnings
+warnings.simplefilter("ignore", FutureWarning)
+def normed():
+    model = net(); torch.nn.utils.weight_norm(model[0])
+    return model
+def run(fold):
+    model = normed()
+    opt = torch.optim.Adam(model.parameters(), 1e-2)
+    for x, y in loader: loss = step(model, opt, x, y)
+    return model, loss
+""",
+        "results = []\nfor fold in range(3): results.append(run(fold))\nmodel = results[-1][0]\n",
+    ),
     "a model and an optimizer of each round": (
         "",
         """
