@@ -41,9 +41,7 @@ from nbaccel.namespace.wrappers import is_put_there
 __all__ = ["MadeAgain", "is_alike", "made_objects", "prepared"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_HOOKS = frozenset(
-    name for name in vars(torch.nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called"))
-)
+_HOOKS = {each for each in vars(torch.nn.Module()) if "hooks" in each}
 """Tables of a module by the numbers that torch gives to hooks, which go on as long as the process lives."""
 
 
