@@ -58,7 +58,7 @@ _CELLS = {
     "-n 2": f"{_TWO}{_LOOP}",
     "-n 2 --plain": f"{_TWO} --plain{_LOOP}",
 }
-_OTHERS = {"prepared": f"{_TWO}\n{_PREPARED}"}
+_PREPARED_CELL = f"{_TWO}\n{_PREPARED}"
 """Trained otherwise: each rank has batches of its own, so its parameters are not raw's."""
 
 _SMALL = {"inputs": 20, "hidden": 64, "batch": 32}
@@ -94,9 +94,16 @@ def _row(name: str, cells: Mapping[str, str], sizes: Mapping[str, int], targets:
 
 
 def _beside_prepared(sizes: Mapping[str, int]) -> Row:
-    """The unmodified loop beside the prepared one, which trains with batches of its own in each rank."""
-    cells = {"raw": _OTHERS["prepared"], "-n 2": _CELLS["-n 2"]}
-    makes = {name: partial(_bout, cell, sizes, is_compared=False) for name, cell in cells.items()}
+    """The unmodified loop beside the prepared one with the same steps: half of each batch in either rank.
+
+    The prepared loop as it stands has whole batches of its own in each rank, and so half as many steps.
+    """
+    same_steps = {**sizes, "batch": sizes["batch"] // 2}
+    makes = {
+        "raw": partial(_bout, _PREPARED_CELL, same_steps, is_compared=False),
+        "-n 2": partial(_bout, _CELLS["-n 2"], sizes, is_compared=False),
+        "prepared, half the steps": partial(_bout, _PREPARED_CELL, sizes, is_compared=False),
+    }
     return Row(
         "the same, 2 M parameters; raw: prepared", makes, unit="s", turns=5, judged="wall", targets={"-n 2": 1.0}
     )
