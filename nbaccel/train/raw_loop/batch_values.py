@@ -499,7 +499,7 @@ class _Trace(TorchDispatchMode):
         if not (self._taken or len(self._ones) > 1) or self._axis(tensor.shape) is None:
             return 0
         numbers = tensor.detach().reshape(-1)
-        taken = [torch.as_tensor(each).detach() for each in self._taken]
+        taken = [torch.as_tensor(each, device="cpu").detach() for each in self._taken]
         if any(torch.equal(each.to(numbers).reshape(-1), numbers) for each in taken if each.numel() == len(numbers)):
             return BATCH
         return BATCH if self._ones[-len(numbers) :] == numbers.tolist() else BATCH | MADE
