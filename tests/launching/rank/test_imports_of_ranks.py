@@ -95,7 +95,7 @@ CELLS = {
         SAVING.format("", "stopped")
         + ENDLESS.replace(
             "optimizer.zero_grad()",
-            "if step == 1 and accelerator.is_main_process: os.kill(os.getppid(), signal.SIGINT)",
+            "if (epoch, step) == (0, 1) and accelerator.is_main_process: os.kill(os.getppid(), signal.SIGINT)",
         ),
     ),
 }
