@@ -19,11 +19,11 @@ FLOORS = {
     **dict.fromkeys(["output", "options"], 1),
     **dict.fromkeys(["display", "namespace"], 2),
     **dict.fromkeys(["train", "launching", "trackers"], 3),
-    "notebook": 4,
+    **dict.fromkeys(["notebook", "testing"], 4),
     "features": 5,
     # the top, whose files see each other too; "" is nbaccel/__init__.py
     **dict.fromkeys(["", "__main__", "utils", "logging", "data_loader", "launchers", "local_sgd", "state"], 6),
-    **dict.fromkeys(["accelerator", "memory_utils", "optimizer", "scheduler", "cli", "testing"], 6),
+    **dict.fromkeys(["accelerator", "memory_utils", "optimizer", "scheduler", "cli"], 6),
     **dict.fromkeys(["answers", "big_modeling", "hooks", "tracking", "checkpointing", "commands", "inference"], 6),
     **dict.fromkeys(["parallelism_config", "test_utils"], 6),
 }

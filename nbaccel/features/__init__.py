@@ -59,6 +59,8 @@ _TABLE = {  # "module:object", below this package
     "loops of a launched function": "loop_flags.rank_setup:change_loops",
     # changes of loops that prepare nothing
     "-p or -a above an unmodified loop": "loop_flags.loop_changes:loop_changes",
+    # modules that show what a feature has
+    "testing: conformance": "conformance:strategy_programs",
     # what forms groups of ranks anew after they were aborted
     "groups of ranks that stay": "retry.outside_retry:renew",
     # choices

@@ -2,7 +2,7 @@
 
 `run_ranks` forks gloo ranks, `MemLimit` imitates a device of a few megabytes on the CPU, and `Faults` makes a chosen
 rank fail at a chosen place and step. They combine: an out-of-memory error in the backward pass of rank 1 takes two
-lines. Loads no torch by itself. May import every folder.
+lines. Loads no torch by itself. Imports `launching`, `train`, `base` and the table of `features`.
 """
 
 from __future__ import annotations
