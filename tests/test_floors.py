@@ -59,6 +59,7 @@ READS_ENVIRONMENT = {
 PRINTS = {
     "cli/__init__.py": "a command answers by printing",
     "output/terminal.py": "a line beside what a command prints",
+    "features/accelerate_helpers/small_functions.py": "answers as Accelerate's does",
     "features/scripts/script_command.py": "the command that would run",
     "features/scripts/demo_command.py": "a command answers by printing",
     "features/batch_size/estimate_command.py": "a command answers by printing",
@@ -67,7 +68,6 @@ PRINTS = {
     "launching/ipc/patches.py": "a line of the rank before its cell",
     "launching/ipc/library_settings.py": "a line of the rank before its cell",
     "notebook/magics.py": "the table of the flags, without a session",
-    "utils/other.py": "answers as Accelerate's does",
     "train/distributed/process_control.py": "`accelerator.print` is print",
 }
 

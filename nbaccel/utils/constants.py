@@ -6,7 +6,8 @@ checkpoints.
 
 from __future__ import annotations
 
-import operator
+from nbaccel.base.missing_names import missing_from
+from nbaccel.features import shown_by
 
 __all__ = [
     "CUDA_DISTRIBUTED_TYPES",
@@ -61,16 +62,13 @@ FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
 
-STR_OPERATION_TO_FUNC = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    "<": operator.lt,
-}
 CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
 TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES,
     *(f"MULTI_{device}" for device in ("NPU", "MLU", "SDAA", "MUSA", "XPU", "CPU", "HPU", "NEURON")),
 ]
+
+__getattr__ = missing_from(__name__, "nbaccel.utils")
+
+with shown_by(__name__):
+    from nbaccel.features.accelerate_helpers.further_helpers import STR_OPERATION_TO_FUNC

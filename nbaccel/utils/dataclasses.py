@@ -1,8 +1,6 @@
-"""Choices and options as values: ``accelerate.utils.dataclasses``. Used anywhere."""
+"""Choices and options as values: ``accelerate.utils.dataclasses``. It defines nothing. Used anywhere."""
 
 from __future__ import annotations
-
-from enum import StrEnum
 
 from nbaccel.base.missing_names import missing_from
 from nbaccel.base.tracking import LoggerType
@@ -43,25 +41,9 @@ __all__ = [
 ]
 
 
-class PrecisionType(StrEnum):
-    """Values that ``Accelerator(mixed_precision=…)`` takes; plain strings work as well.
-
-    Example:
-        >>> PrecisionType.BF16 in PrecisionType.list()
-        True
-    """
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-    @classmethod
-    def list(cls) -> list[str]:
-        """Return the names."""
-        return [kind.value for kind in cls]
-
-
 __getattr__ = missing_from(__name__, "nbaccel.utils")
 
+with shown_by(__name__):
+    from nbaccel.features.accelerate_helpers.further_helpers import PrecisionType
 with shown_by(__name__):
     from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin

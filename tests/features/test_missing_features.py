@@ -69,6 +69,10 @@ SHOWN = [
     ("nbaccel.big_modeling", "dispatch_model"),
     ("nbaccel.hooks", "CpuOffload"),
     ("nbaccel.utils", "infer_auto_device_map"),
+    ("nbaccel.utils", "gather"),
+    ("nbaccel.utils", "get_free_port"),
+    ("nbaccel.utils.operations", "find_device"),
+    ("nbaccel.data_loader", "prepare_data_loader"),
     ("nbaccel.utils.bnb", "load_and_quantize_model"),
     ("nbaccel.utils.modeling", "dtype_byte_size"),
     ("nbaccel.utils.offload", "offload_weight"),
@@ -90,7 +94,7 @@ for module, name in {names}:
         getattr(importlib.import_module(module), name)
     except FeatureMissing as error:
         print(error)
-assert nbaccel.utils.gather and nbaccel.utils.AutocastKwargs
+assert nbaccel.utils.set_seed and nbaccel.utils.AutocastKwargs
 try:
     nbaccel.Accelerator(cpu=True).find_batch_size(lambda batch: batch, torch.ones(1))
 except FeatureMissing as error:
