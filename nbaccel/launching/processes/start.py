@@ -125,10 +125,10 @@ class ForkStart:
                     files = [opened.enter_context(self._files.opened_anew()) for _ in boots]
                     # All before the first fork, behind which each page that the kernel writes to is copied.
                     ranks = [_ForkedRank.of(boot, inherited, files, self._files.written) for boot in boots]
+                    for each in ranks:  # after the last fork, or one that fails
+                        opened.callback(each.rank.release)
                     for each in ranks:
                         processes.append(_fork(each, task, inherited))
-                    for each in ranks:
-                        each.rank.release()
             except BaseException as error:
                 failures.append(error)
 

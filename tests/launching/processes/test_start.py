@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import decimal
+import errno
 import gc
 import os
 import signal
@@ -23,6 +24,7 @@ from nbaccel.base.world import World
 from nbaccel.launching.api import launch
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
+from nbaccel.launching.processes import start
 from nbaccel.launching.processes.start import MainThread
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
@@ -122,6 +124,28 @@ def test_the_main_thread_of_a_runtime_that_is_laid_out_otherwise_is_left_alone()
     words[0] += 1
     MainThread(ctypes.addressof(words), state=7).become()
     assert words[1] == 7
+
+
+def test_a_fork_that_fails_leaves_no_memory_of_ranks_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank was forked; the kernel's maps of both must not wait for the collector."""
+    forks, made, of = [], [], start._ForkedRank.of.__func__
+
+    def fork() -> int:
+        forks.append(1)
+        if len(forks) == 2:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return os.fork()
+
+    def kept(cls: Any, *args: Any) -> Any:
+        made.append(of(cls, *args))
+        return made[-1]
+
+    monkeypatch.setattr(start, "fork", fork)
+    monkeypatch.setattr(start._ForkedRank, "of", classmethod(kept))
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        launch(int, 2, start_method="fork", cpu=True)
+    assert [each.rank.page._map.closed for each in made] == [True, True]
+    assert [each.rank._ring._map.closed for each in made] == [True, True]
 
 
 @pytest.mark.parametrize(("own_devices", "seen"), [(True, ["GPU-a", "GPU-b"]), (False, ["GPU-a,GPU-b"] * 2)])
