@@ -81,8 +81,8 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
 
 @contextmanager
 def _loops_changed(spec: LaunchSpec, watch: TaskWatch | None) -> Iterator[None]:
-    """Let `watch` change loops in the block as flags ask, if one does. No other loop is watched here."""
-    if watch is None or not spec.settings.changes_loops:
+    """Let `watch` change loops in the block as flags ask, or count the steps of one that is saved. Watch no other."""
+    if watch is None or not (spec.settings.changes_loops or spec.task.saves_itself):
         yield
         return
     watch.begin(spec.task.namespace)

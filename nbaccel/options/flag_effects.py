@@ -138,7 +138,7 @@ def _everywhere(text: str, **others: FlagEffect) -> dict[LoopKind, FlagEffect]:
     return {kind: others.get(kind.name.lower(), _works(text)) for kind in LoopKind}
 
 
-_NOTHING = _lacks("nothing was trained", "")
+_NOTHING = _lacks("no backward() has trained anything", "")
 
 _INTERRUPTS = _works("interrupts all ranks, wherever they are, and brings back what there is; saves nothing")
 

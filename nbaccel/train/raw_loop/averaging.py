@@ -81,6 +81,13 @@ class AveragedTraining(Protocol):
             loss: That of the whole batch, if it is one number, without the factor of a scaler.
         """
 
+    def note_alone(self, loss: Tensor | None) -> None:
+        """Note a backward that each rank has run by itself, before what it reaches is known to be trained.
+
+        Args:
+            loss: See `note_trained`.
+        """
+
     def note_models(self) -> None:
         """Note that new models are known."""
 
@@ -207,12 +214,17 @@ class Averaging:
         if inputs:
             chosen = {id(each): each for each in inputs if isinstance(each, Tensor) and each.is_leaf}
             leaves = [leaf for leaf in leaves if id(leaf) in chosen] if accumulates else list(chosen.values())
-        known, new = self._sort(leaves) if leaves else ([], [])
+        known, new = self._sort(leaves, accumulates) if leaves else ([], [])
         if new and self.models.are_kept_together(new):
             self._training.step_back()
-            known, new = [], []
-        if not known and not new:
             return real(outputs, *args, **kwargs)
+        if not known and not new:
+            if not leaves or not accumulates or self._passes.batches:
+                return real(outputs, *args, **kwargs)
+            self._steps.enter(roots)  # may raise RunStopped
+            real(outputs, *args, **kwargs)  # the first of a loop that may step by hand
+            self._training.note_alone(roots[0].detach() if len(roots) == 1 and roots[0].numel() == 1 else None)
+            return None
         extras = runs_backwards_inside(of_python)
         if extras and not self._has_extras:
             self._has_extras = True
@@ -286,9 +298,9 @@ class Averaging:
 
     # -- before the real one
 
-    def _sort(self, leaves: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-        passes = self._passes
-        return self.models.sort(leaves, passes.batches, passes.handed.sizes, by_holders=self._deferred.is_used)
+    def _sort(self, leaves: Sequence[Tensor], accumulates: bool) -> tuple[list[int], list[Tensor]]:
+        batch, sizes = self._passes.batches, self._passes.handed.sizes
+        return self.models.sort(leaves, batch, sizes, by_holders=self._deferred.is_used, accumulates=accumulates)
 
     def _meet(
         self, roots: Sequence[Tensor], leaves: Sequence[Tensor], new: list[Tensor], extras: bool, is_graph_kept: bool

@@ -297,11 +297,15 @@ class RawLoopTraining:
         """Report a backward that was averaged."""
         self._has_trained_on_parts |= self.has_split
         self._last_batch.note(self._passes.handed)
-        if loss is not None:
-            emit(Loss(loss, self._steps.count))
+        self.note_alone(loss)
         if not self._passes.batches:
             self._passes.note_no_loader()
             self._notices.note_no_loader()
+
+    def note_alone(self, loss: float | Tensor | None) -> None:
+        """Report a backward that was not."""
+        if loss is not None:
+            emit(Loss(loss, self._steps.count))
 
     def _finish(self, taken: Sequence[float]) -> None:
         """Make all ranks end with the same weights.  taken: the optimizer steps of each."""

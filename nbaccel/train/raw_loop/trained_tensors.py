@@ -271,18 +271,26 @@ class Models:
             item.sums = sums
 
     def sort(
-        self, leaves: Sequence[Tensor], batch: int, sizes: Collection[int], by_holders: bool = False
+        self,
+        leaves: Sequence[Tensor],
+        batch: int,
+        sizes: Collection[int],
+        by_holders: bool = False,
+        accumulates: bool = True,
     ) -> tuple[list[int], list[Tensor]]:
         """Return the numbers of those of `leaves` that are known, and those that must be registered.
 
         A parameter that an optimizer or a model holds is trained. Other leaves are trained once they are met with
         another batch than their first: a batch that itself requires a gradient never is, nor what is optimized for
         one batch alone, such as the latents of its samples, which an optimizer is given after the batch has come.
+        Where no loader hands out batches, and a backward accumulates gradients of nothing else, those are trained that
+        another backward has reached.
 
         Args:
             batch: How many batches were handed out.
             sizes: The sizes of the current batch on all ranks, where each has a part of it.
             by_holders: Look also for optimizers that hold plain tensors, for which another batch may be too late.
+            accumulates: The backward adds gradients to the leaves.
         """
         self._around = None
         known, new = [], []
@@ -300,7 +308,13 @@ class Models:
             of_models = self._surroundings().held_by_models()
             with_batch = {id(leaf) for leaf in new if leaf.ndim and leaf.shape[0] in sizes} & given.keys() - trained
             trained |= of_models | self._surroundings().held_by_optimizers() - with_batch
-        return known, [leaf for leaf in new if id(leaf) in trained or self._comes_back(leaf, batch, sizes)]
+        found = [leaf for leaf in new if id(leaf) in trained or self._comes_back(leaf, batch, sizes)]
+        if accumulates and not (batch or known or found):
+            found = [leaf for leaf in new if self._has_come(leaf)]
+        for leaf in new:
+            if not self._has_come(leaf):
+                self._met[id(leaf)] = weakref.ref(leaf), batch
+        return known, found
 
     def note_given(self, tensors: Iterable[Tensor], batch: int) -> None:
         """Record that an optimizer is given `tensors` to train, after `batch` batches were handed out."""
@@ -318,11 +332,13 @@ class Models:
         return 0 < len(tensors) == len(met) and all(is_met)
 
     def _comes_back(self, leaf: Tensor, batch: int, sizes: Collection[int]) -> bool:
-        met = self._met.get(id(leaf))
-        if met is None or met[0]() is not leaf:
-            self._met[id(leaf)] = weakref.ref(leaf), batch
+        if not self._has_come(leaf):
             return bool(sizes) and (not leaf.ndim or leaf.shape[0] not in sizes)  # a weight of the program, met late
-        return met[1] != batch
+        return self._met[id(leaf)][1] != batch
+
+    def _has_come(self, leaf: Tensor) -> bool:
+        met = self._met.get(id(leaf))
+        return met is not None and met[0]() is leaf
 
     def are_kept_together(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether the program itself has prepared some of `leaves`: DDP, FSDP, DeepSpeed, sharded tensors."""

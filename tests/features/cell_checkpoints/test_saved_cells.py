@@ -774,6 +774,75 @@ def test_a_loop_that_steps_by_hand_is_saved_too(sessions: Sessions) -> None:
     assert sessions.trained() == expected
 
 
+PLAIN = """
+C, W, b = (torch.randn(*shape, dtype=torch.double) for shape in [(9, 2), (6, 9), (9,)])
+parameters = [C, W, b]
+for p in parameters:
+    p.requires_grad = True
+words, following = torch.randint(0, 9, (64, 3)), torch.randint(0, 9, (64,))
+
+def in_turn(size):
+    order = list(range(len(words)))
+    np.random.shuffle(order)
+    for i in range(0, len(words), size):
+        yield order[i : i + size]
+
+def loss_of(chosen):
+    hidden = C[words[chosen]].view(len(chosen), -1)
+    return torch.nn.functional.cross_entropy(hidden @ W + b, following[chosen])
+"""
+DRAWN = """
+for step in range(18):
+    end_here(step)
+    loss = loss_of(torch.randint(0, 64, (16,)))
+    for p in parameters:
+        p.grad = None
+    loss.backward()
+    for p in parameters:
+        p.data += -0.1 * p.grad
+    history.append(loss.item())
+"""
+GENERATED = """
+step = 0
+for epoch in range(3):
+    for chosen in in_turn(16):
+        end_here(step)
+        loss = loss_of(chosen)
+        loss.backward()
+        with torch.no_grad():
+            for p in parameters:
+                p -= 0.1 * p.grad
+                p.grad.zero_()
+        step += 1
+    history.append(loss.item())
+"""
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("n", "start", "loop"),
+    [(2, "fork", DRAWN), (1, "inline", DRAWN), (2, "fork", GENERATED), (3, "zygote", GENERATED)],
+    ids=["drawn-2", "drawn-inline", "generated-2", "generated-3"],
+)
+def test_tensors_that_a_loop_steps_by_hand_go_on_bit_by_bit(sessions: Sessions, n: int, start: str, loop: str) -> None:
+    """They are no parameters, and no loader hands out batches, by which the tensors that are trained are known."""
+    sessions.above = "import numpy as np\n" + ABOVE + PLAIN
+    flags = f"-n {n} --start {start} {SAVES}"
+
+    def ends() -> list[Any]:
+        names = sessions._notebook.names
+        return [*(each.tolist() for each in names["parameters"]), names["history"]]
+
+    sessions.begin()
+    whole = sessions.do(f"%%accelerate {flags.format('undisturbed')}\n{loop}")
+    assert "nothing was" not in f"{whole.stdout}{whole.stderr}"
+    expected = ends()
+    sessions.end(flags.format("saved"), 10, loop)
+    cell = sessions.do(f"%%accelerate {flags.format('saved')} --resume\n{loop}")
+    assert re.search(r"continuing from saved/checkpoint_\d+: step ", cell.stdout)
+    assert ends() == expected
+
+
 def test_ranks_that_stay_save_and_go_on(sessions: Sessions) -> None:
     flags = f"-n 1 {SAVES}"
     expected = undisturbed(sessions, flags)
