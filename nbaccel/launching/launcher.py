@@ -33,7 +33,7 @@ from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.task_end import finish_task
 from nbaccel.base.world import World
-from nbaccel.display.live_panel import Views
+from nbaccel.display.views import Views
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.features import feature
 from nbaccel.launching.diagnosis import PostMortem, diagnose

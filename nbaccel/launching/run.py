@@ -1,6 +1,6 @@
 """Run: the result of a finished `launch`, or of a cell that ran in ranks.
 
-Pure data and pictures of it; in the kernel.
+Pure data and pictures of it; in the kernel. What draws is imported when a picture is asked for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.display.figure import Bundle, Picture, draw
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
-from nbaccel.display.run_view import RunView, kept
+from nbaccel.display.run_view import RunView
 from nbaccel.display.series import Line
 from nbaccel.display.summary import RunFacts, RunState, line, text
 from nbaccel.launching.ipc.spec import Start
@@ -22,6 +20,8 @@ from nbaccel.namespace.nbytes import size_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from nbaccel.display.figure import Bundle, Picture
 
 __all__ = [
     "NO_ORIGIN",
@@ -155,6 +155,8 @@ class Run:
         Example:
             >>> nbaccel.last_run.figure("loss").savefig("loss.svg")  # doctest: +SKIP
         """
+        from nbaccel.display.figure import draw
+
         return draw(self.history, self.facts, names=names or None, size=size)
 
     def plot(self, *names: str) -> Picture:
@@ -170,6 +172,8 @@ class Run:
             >>> run = nbaccel.launch(train, 2)  # doctest: +SKIP
             >>> run.plot("loss", "accuracy")  # doctest: +SKIP
         """
+        from nbaccel.display.display_slot import kept
+
         return kept(self.history, self.facts, self.seconds, self._state, names or None)
 
     def shown(self) -> Bundle:
@@ -228,6 +232,8 @@ class Run:
     @property
     def panel(self) -> str:
         """Return the panel at the end of the run, as HTML with its style sheet."""
+        from nbaccel.display.panel import Panel
+
         return Panel(self.history, self.facts).bundle(self.seconds, self._state)["text/html"]
 
     @property

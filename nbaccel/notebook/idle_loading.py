@@ -84,6 +84,7 @@ def _load_for_cells() -> None:
 
 _LOADS: tuple[Callable[[], Any], ...] = (
     _load_for_cells,
+    partial(import_module, "nbaccel.display.live_panel"),
     partial(import_module, "nbaccel.display.run_figure"),  # matplotlib
     partial(import_module, "nbaccel.notebook.stop_button"),  # ipywidgets
 )

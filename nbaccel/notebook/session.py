@@ -17,8 +17,8 @@ from nbaccel.base.events import LoopKind
 from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import duration
 from nbaccel.base.world import is_notebook_kernel
-from nbaccel.display.live_panel import Views
 from nbaccel.display.run_view import PanelSink, RunView
+from nbaccel.display.views import Views
 from nbaccel.errors import LaunchRefused
 from nbaccel.features import feature
 from nbaccel.launching.ended_runs import EndedRuns

@@ -12,10 +12,12 @@ import pytest
 
 from nbaccel.base.events import Loss, Progress, Restarted
 from nbaccel.base.hardware import Platform
-from nbaccel.display import live_panel, run_view as place
-from nbaccel.display.live_panel import LivePanel, PeriodicText, Views, runs_unattended
-from nbaccel.display.run_view import DisplaySlot, RunView
+from nbaccel.display import display_slot as place, live_panel
+from nbaccel.display.display_slot import DisplaySlot
+from nbaccel.display.live_panel import LivePanel
+from nbaccel.display.run_view import RunView
 from nbaccel.display.summary import RunFacts
+from nbaccel.display.views import PeriodicText, Views, runs_unattended
 
 FACTS = RunFacts("Cell In[5]")
 

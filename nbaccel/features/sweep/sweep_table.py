@@ -17,12 +17,13 @@ from typing import Any
 from nbaccel.base.hardware import Platform
 from nbaccel.base.quantities import duration, number, plural
 from nbaccel.base.world import is_notebook_kernel
+from nbaccel.display.display_slot import DisplaySlot
 from nbaccel.display.history import History
-from nbaccel.display.live_panel import Views, runs_unattended
 from nbaccel.display.panel import SIGNS, Panel
-from nbaccel.display.run_view import TICK_SLACK_S, DisplaySlot, PanelSink
+from nbaccel.display.run_view import TICK_SLACK_S, PanelSink
 from nbaccel.display.summary import RunFacts, RunState
 from nbaccel.display.svg import STYLE, Scale, spark
+from nbaccel.display.views import Views, runs_unattended
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from nbaccel.base.events import Metric
+from nbaccel.display.display_slot import DisplaySlot
 from nbaccel.display.history import History
-from nbaccel.display.run_view import DisplaySlot
 from nbaccel.features.sweep.sweep_table import SweepRow, SweepTable, SweepView
 
 

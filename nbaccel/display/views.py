@@ -1,0 +1,202 @@
+"""Choice between the views that follow a run, and lines of text, the plainest of them. Runs in the kernel.
+
+`Views` chooses the view: a `LivePanel` in a notebook, `PeriodicText` in a terminal, for unattended runs and where
+nothing else can be shown, and the output of ranks alone in a script. What draws is imported when it is chosen.
+
+Reasons: docs/design/screen.md
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.base.hardware import Platform
+from nbaccel.base.world import is_notebook_kernel
+from nbaccel.display.run_view import TICK_SLACK_S, PanelSink, RunView
+from nbaccel.display.summary import RunFacts, RunState, line
+from nbaccel.output.painter import Screen
+from nbaccel.output.screens import ConsoleScreen, JupyterScreen
+
+if TYPE_CHECKING:
+    from nbaccel.display.display_slot import DisplaySlot
+
+__all__ = [
+    "PeriodicText",
+    "Views",
+    "can_answer",
+    "runs_unattended",
+]
+
+_EVERY_S = 30.0
+
+
+class PeriodicText(RunView):
+    """Writes lines of text; at the end one more, and a picture if there is a `place` for it.
+
+    There is one line every half minute. Each line is complete and flushed, so that a reader of a remote log sees that
+    the run goes on.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        world_size: int,
+        facts: RunFacts,
+        *,
+        place: DisplaySlot | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(screen, world_size, facts, clock)
+        self._place = place
+        self._due = self._began + _EVERY_S
+        self._unfinished = ("stdout", "")  # the content of the last line
+
+    def head(self, line: str) -> None:
+        super().head(line)
+        if self._place is None:  # nothing else shows that a run has begun
+            self.write_heading()
+
+    def write(self, stream: str, text: str) -> None:
+        super().write(stream, text)
+        before = self._unfinished[1] if "\n" not in text else ""
+        row = before + text.rpartition("\n")[2]
+        _, rewritten, state = row.rpartition("\r")
+        self._unfinished = (stream, rewritten + state)
+
+    @property
+    def has_room_for_bars(self) -> bool:
+        """Return whether the run is unattended; then the last state of a bar is enough.
+
+        Programs that run notebooks save everything that was rewritten on a line, and four states a second would add up
+        to megabytes.
+        """
+        return self._place is not None
+
+    def tick(self, now: float) -> None:
+        if now >= self._due - TICK_SLACK_S:
+            self._due = now + _EVERY_S
+            self._say(line(self.history, self.facts, now - self._began))
+
+    def _conclude(self, seconds: float, state: RunState) -> None:
+        if not self._is_worth_a_word(seconds):
+            super()._conclude(seconds, state)
+            return
+        if self._place is not None:
+            from nbaccel.display.panel import Panel  # the place has it
+
+            self._place.conclude(self._screen, Panel(self.history, self.facts), seconds, state)
+        self._say(state.sentence if state.is_written else line(self.history, self.facts, seconds, state))
+
+    def _say(self, words: str) -> None:
+        """Write a separate line: a bar is wiped, and drawn again below at its next change; other text is ended."""
+        stream, unfinished = self._unfinished
+        if "\r" in unfinished:
+            width = len(unfinished.rpartition("\r")[2])
+            super().write(stream, f"\r{' ' * width}\r")
+        elif unfinished:
+            super().write(stream, "\n")
+        self.write("stdout", f"{words}\n")
+
+
+_UNATTENDED = ("nbconvert", "papermill", "jupyter-execute")
+
+
+class Views:
+    """Chooses the view of this process's runs. It remembers the place that shows the runs of the latest cell."""
+
+    def __init__(self) -> None:
+        self._place: DisplaySlot | None = None
+
+    def show(
+        self,
+        shell: Any,
+        world_size: int,
+        facts: RunFacts,
+        platform: Platform,
+        *,
+        is_plain: bool = False,
+        says_end: bool = True,
+        frames: PanelSink | None = None,
+        screen: Screen | None = None,
+    ) -> RunView:
+        """Return the view of a run.
+
+        Args:
+            shell: IPython's, None in a script, which shows only the output of its ranks.
+            is_plain: Show text only.
+            says_end: The end of a panel is also written as a line of text.
+            frames: Shows the states of a panel.
+            screen: The screen of a notebook; None for the cell that runs.
+        """
+        if shell is None:
+            return RunView(ConsoleScreen(), world_size, facts)
+        if is_plain:
+            return PeriodicText(screen or ConsoleScreen(), world_size, facts)
+        if not is_notebook_kernel():  # a terminal cannot take back what it has shown
+            return PeriodicText(JupyterScreen(shell), world_size, facts)
+        place = self.place_in(shell)
+        if runs_unattended(platform):
+            return PeriodicText(JupyterScreen(shell), world_size, facts, place=place)
+        from nbaccel.display.live_panel import LivePanel
+
+        screen = screen or JupyterScreen(shell)
+        return LivePanel(screen, world_size, facts, place, frames=frames, says_end=says_end)
+
+    def place_in(self, shell: Any) -> DisplaySlot:
+        """Return one place for all runs that a cell starts."""
+        from nbaccel.display.display_slot import DisplaySlot  # `--plain`, a terminal and a script have none
+
+        cell = _cell(shell)
+        if self._place is None or cell is None or cell != self._place.cell:
+            self._place = DisplaySlot(cell, functools.partial(_when_the_cell_ends, shell))
+        return self._place
+
+
+def _cell(shell: Any) -> str | None:
+    """Return the id of the message that asked for this execution; it differs from that of every other execution."""
+    parent = getattr(shell, "parent_header", None) or {}
+    found: str | None = parent.get("header", parent).get("msg_id")
+    return found
+
+
+def can_answer(shell: Any) -> bool:
+    """Return whether the front end that sent the running cell can be asked for input.
+
+    Front ends say so, and programs that execute notebooks say that they cannot.
+    """
+    parent = getattr(shell, "parent_header", None) or {}
+    return bool(parent.get("content", {}).get("allow_stdin"))
+
+
+def _when_the_cell_ends(shell: Any, call: Callable[[], None]) -> None:
+    """Call `call` once the code of the present cell is done; its output still belongs to the cell."""
+
+    def once(result: Any) -> None:
+        shell.events.unregister("post_run_cell", once)
+        call()
+
+    shell.events.register("post_run_cell", once)
+
+
+def runs_unattended(platform: Platform, parent: int | None = None, root: Path = Path("/")) -> bool:
+    """Return whether a program executes the notebook from its first cell to its last, with no person watching.
+
+    Kaggle states it; kernels of nbconvert, papermill and `jupyter execute` are their children.
+
+    Args:
+        parent: Process id, by default that of this process's parent.
+        root: Replaces the root of the file system, in tests.
+    """
+    if platform is Platform.KAGGLE_BATCH:
+        return True
+    try:
+        command = (root / "proc" / str(parent or os.getppid()) / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:  # no Linux
+        return False
+    words = [Path(word).name for word in command.split("\0")[:4]]  # python -m nbconvert --execute
+    return any(name in word for word in words for name in _UNATTENDED)
