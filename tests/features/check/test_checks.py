@@ -123,14 +123,27 @@ FAULTS = {
         "",
         "nbaccel.errors.NotPrepared: accelerator.backward in rank",
     ),
-    "a folder that cannot be written": (
+    "a folder that is a file": (  # what nobody may write, root may, as far as os.access says
         """
         fit(50)
-        torch.save(model.state_dict(), '/sys/model.pt')
+        torch.save(model.state_dict(), f'{torch.__file__}/model.pt')
         print('saved')
         """,
         "",
-        "RuntimeError: [enforce fail at inline_container.cc",
+        "RuntimeError: Parent directory ",
+    ),
+    "a model that is called around its wrapper": (
+        """
+        raw = model
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for x, y in loader:
+            loss = F.cross_entropy(raw(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """,
+        "",
+        "are averaged by nobody, and other ones in rank",
     ),
     "a disk that is too small": (
         """
@@ -422,11 +435,6 @@ accelerator = Accelerator(gradient_accumulation_steps=3)
         optimizer.zero_grad()
 """,
         "ok: gradients of 2 ranks are those of one process at step 1",
-    ),
-    "a model that is called around its wrapper": (
-        f"raw = model{OWN}    loss = F.cross_entropy(raw(x), y)\n"
-        "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()",
-        "red: gradients of ",
     ),
     "a reduction without division": (
         f"{OWN}    loss = F.cross_entropy(model(x), y)\n    optimizer.zero_grad()\n    accelerator.backward(loss)\n"
