@@ -20,10 +20,13 @@ import rounding
 from environments import ENVIRONMENTS, REPOSITORY, Environment
 from leftovers import MARK, Descriptors, Handlers, Processes
 from selection import in_order, scope, select
-from suite import LARGE_PAGES, TIMED
+from suite import LARGE_PAGES, SLEEPING, TIMED
 
 # Programs that we start carry this variable, and so does everything that they start.
 os.environ[MARK] = str(os.getpid())
+
+# Programs that we start run beside others.
+os.environ.update(SLEEPING)
 
 # This process has its large pages; programs that we start shall have what users have.
 if os.environ.get(LARGE_PAGES[0]) == LARGE_PAGES[1]:

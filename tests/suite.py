@@ -29,7 +29,17 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["COMPARES", "HANDFUL", "LARGE_PAGES", "TIMED", "WORKERS", "main", "may_be_chance", "numbers_differ"]
+__all__ = [
+    "COMPARES",
+    "HANDFUL",
+    "LARGE_PAGES",
+    "SLEEPING",
+    "TIMED",
+    "WORKERS",
+    "main",
+    "may_be_chance",
+    "numbers_differ",
+]
 
 HANDFUL = 15
 """Tests that may fail by chance in one run. Alone it has been one of 6,000 in three runs; beside each other, on a
@@ -45,6 +55,10 @@ LARGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 """The variable, and its value, with which glibc asks for large pages. Tests fork thousands of ranks from processes of
 some hundred MB, and a fork copies the tables of pages: a tenth of the time of tests that fork. It is for the processes
 of pytest alone, which take it out of what they hand on."""
+
+SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+"""Variables with which OpenMP's threads sleep while they wait for each other. By default they turn in a circle, and
+where more processes run than there are cores, a training of seconds takes minutes."""
 
 COMPARES = re.compile(
     r"torch\.equal|Tensor-likes are not|\.equal\(|array_equal|assert_close|allclose|isclose|approx\(|tobytes\(|digest"
@@ -100,6 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     # Hundreds of processes import the package and some the tests: they are compiled once, whatever the shell prefers.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    os.environ.update(SLEEPING)
     sys.path[0] = os.getcwd()  # as `python -m pytest` has it: other processes import the tests' functions by name
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and their children
     record = _Record()

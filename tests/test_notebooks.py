@@ -76,12 +76,7 @@ def test_the_line_alone_trains_as_without_it_and_the_accelerate_template_with_it
 @pytest.mark.full  # tests/kernel/test_out_of_memory.py has the same ways in small
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
-def test_training_goes_on_where_memory_runs_out(
-    environment: Environment, num_processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Threads that wait for each other in a spin take minutes instead of seconds where other programs run as well.
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.setenv("KMP_BLOCKTIME", "0")
+def test_training_goes_on_where_memory_runs_out(environment: Environment, num_processes: int, tmp_path: Path) -> None:
     notebook = run("04_out_of_memory.ipynb", environment, tmp_path, num_processes)
     said = text(notebook)
     batch = int(re.search(r"ran out of memory at (\d+) per rank; started again with 2 x", said)[1])
@@ -166,10 +161,8 @@ def test_a_model_that_one_device_cannot_hold_trains_on_two_and_goes_on_in_one(
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_a_model_on_the_disk_writes_texts_and_gets_adapters(
-    environment: Environment, num_processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: Environment, num_processes: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # as in the test of notebook 04
-    monkeypatch.setenv("KMP_BLOCKTIME", "0")
     notebook = run("09_models_larger_than_a_card.ipynb", environment, tmp_path, num_processes)
     said = text(notebook)
     (size,) = re.findall(r"^(\d+) MB of weights in model.safetensors", said, re.M)
