@@ -26,6 +26,9 @@ _TABLE = {  # "module:object", below this package
     "--check": "check.cell_mode:CheckMode",
     "--speed": "speed.cell_mode:SpeedMode",
     "--nodes": "cluster.cell_mode:NodesMode",
+    # values of flags
+    "the values of --sweep": "sweep.swept_values:cut_out",
+    "a value of --sweep": "sweep.swept_values:read_swept",
     # strategies
     "--strategy fsdp": "sharded.fully_sharded:FullySharded",
     "--strategy deepspeed": "deepspeed.zero:ZeroPartitioned",

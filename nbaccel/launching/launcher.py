@@ -58,7 +58,6 @@ from nbaccel.launching.processes.run_coroutine import RunCoroutine, driven
 from nbaccel.launching.processes.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launching.processes.supervisor import BadFork, RunObservers, open_log
 from nbaccel.launching.processes.workers import WorkerGroup
-from nbaccel.launching.processes.zygote import Zygote
 from nbaccel.launching.run import Run, record_of
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.namespace.open_files import LOG_FOLDER
@@ -66,6 +65,7 @@ from nbaccel.output.router import Screen
 
 if TYPE_CHECKING:
     from nbaccel.features.persistent.persistent_workers import PersistentWorkers
+    from nbaccel.launching.processes.zygote import Zygote
 
 __all__ = [
     "Lasting",
@@ -410,6 +410,8 @@ class LauncherResources:
         if self._zygote is not None and not self._zygote.is_usable:
             self._end_zygote()
         if self._zygote is None:
+            from nbaccel.launching.processes.zygote import Zygote  # a forked run has none
+
             self._zygote = Zygote(self.kernel_pidfd, has_shell="IPython" in sys.modules)
             self.guard(f"+{self._zygote.pid}")
         return self._zygote

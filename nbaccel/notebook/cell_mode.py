@@ -14,7 +14,6 @@ from nbaccel.features import feature, mode_flag
 from nbaccel.launching.kernel_models import kernel_freed
 from nbaccel.notebook.cell_plan import AskedCell, CellPlan
 from nbaccel.notebook.cell_run import interrupts_in_one_line
-from nbaccel.notebook.inline_cell import run_in_the_kernel
 from nbaccel.notebook.session import Session
 from nbaccel.notebook.stop_control import steered
 from nbaccel.options.run_options import RunOptions
@@ -68,6 +67,8 @@ class InRanks:
         if plan.plan.options.bg and feature("%%accelerate --bg")(session, plan):
             return None
         if start.method == "inline":
+            from nbaccel.notebook.inline_cell import run_in_the_kernel  # few cells run there
+
             shown = session.show(plan, PanelSink())
             return run_in_the_kernel(
                 plan.spec, plan.source.name, plan.task, shown, plan.origin, session.launcher.remember, session.say

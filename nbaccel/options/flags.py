@@ -26,8 +26,8 @@ from nbaccel.base.settings import (
     STRATEGIES,
     installed_strategies,
 )
+from nbaccel.features import feature
 from nbaccel.options.run_options import AUTO, CELL, FULL, NAMED, QUICK, expanded
-from nbaccel.options.swept_values import read_swept
 
 __all__ = [
     "EXAMPLES",
@@ -263,7 +263,7 @@ _OF_ONE_CELL = (
           help="let the ranks stay after the cell, as %%accelerate start does before it; default off"),
     _flag("--only", metavar="RANKS", type=_read_only,
           help="run on these of the ranks that stay: 0 or 0,2-3; default all"),
-    _flag("--sweep", metavar="VALUES", action="append", type=read_swept,
+    _flag("--sweep", metavar="VALUES", action="append", type=lambda text: feature("a value of --sweep")(text),
           help="run the cell once for each combination: fold=0-4 lr=1e-3,1e-4; --out gives lists; default off"),
     _flag("--slots", metavar="N", type=_read_count,
           help="how many runs of a sweep go side by side; default as many as there are free GPUs for, or one"),

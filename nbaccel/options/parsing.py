@@ -19,13 +19,14 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from nbaccel.base.quantities import time_text
+from nbaccel.features import feature
 from nbaccel.options.flags import settings
 from nbaccel.options.run_options import RunOptions
-from nbaccel.options.swept_values import SWEEP, SweptName, cut_out
 
 __all__ = [
     "COMMANDS",
     "SAVE",
+    "SweptName",
     "asks_for_help",
     "chosen",
     "command_line",
@@ -43,6 +44,11 @@ __all__ = [
 SAVE = "--save"
 """Word that `%accelerate config` takes besides KEY=VALUE."""
 
+SweptName = tuple[str, tuple[Any, ...]]
+"""A name of `--sweep`, and its values."""
+
+_SWEEP = "--sweep"
+
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -52,16 +58,16 @@ def parse(parser: argparse.ArgumentParser, line: str) -> RunOptions:
     Raises:
         UsageError: One sentence on the first mistake.
     """
-    before, swept, after = cut_out(line)
+    before, swept, after = feature("the values of --sweep")(line) if _SWEEP in line else (line, [], "")
     try:
         arguments = [word for part in (before, after) for word in shlex.split(joined(part), comments=True)]
     except ValueError as error:
         raise UsageError(f"a quote in this line is not closed ({error}): %%accelerate {line}") from None
-    if swept and SWEEP in arguments:
+    if swept and _SWEEP in arguments:
         raise UsageError("--sweep stands twice in this line: write all its NAME=VALUES behind one.")
     try:
         known, unknown = parser.parse_known_args(
-            [*_with_keep_told_apart(arguments), *(part for word in swept for part in (SWEEP, word))]
+            [*_with_keep_told_apart(arguments), *(part for word in swept for part in (_SWEEP, word))]
         )
     except UsageError as error:
         raise UsageError(in_our_words(str(error))) from None

@@ -361,7 +361,7 @@ def test_one_rank_runs_inline_rather_than_copy_a_gigabyte_of_device_memory(
         lambda values: {"cuda:0": Counter({name: sizes.get(name, 0) for name in values})},
     )
     planned.names.update({"one": 1, "two": 2, "result": None})
-    monkeypatch.setattr("nbaccel.notebook.cell_mode.run_in_the_kernel", lambda *given: "inline")
+    monkeypatch.setattr("nbaccel.notebook.inline_cell.run_in_the_kernel", lambda *given: "inline")
     ran = planned.run("%%accelerate\none, two")
     assert ran.value == "inline"
     assert "inline, not fork: the names it reads hold 1.2 GB on the device, too much to copy\n" in ran.stdout

@@ -19,6 +19,7 @@ from typing import Any
 from nbaccel.base.quantities import plural
 from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.features.source.source_mark import SourceMark
+from nbaccel.features.sweep.swept_values import BareWord
 from nbaccel.launching.ipc.spec import Task
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.processes.rank_results import RankResults
@@ -26,8 +27,8 @@ from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import RESULT, CellTask
 from nbaccel.namespace.names import READ_BY_TEXT, made_before_read, names_in_magics, names_read, with_their_own
+from nbaccel.options.parsing import SweptName
 from nbaccel.options.run_options import RunOptions
-from nbaccel.options.swept_values import BareWord, SweptName
 
 __all__ = [
     "SweptCell",

@@ -16,18 +16,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from nbaccel.options.parsing import SweptName
+
 __all__ = [
-    "SWEEP",
     "BareWord",
-    "SweptName",
     "cut_out",
     "read_swept",
 ]
-
-SWEEP = "--sweep"
-
-SweptName = tuple[str, tuple[Any, ...]]
-"""A name and its values."""
 
 _FLAG = re.compile(r"(?:(?<=\s)|^)--sweep(?=\s|=|$)")
 _NAME = re.compile(r"[^\W\d]\w*=")
