@@ -41,6 +41,10 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         StepCorrupted as StepCorrupted,
         UntrustedPickle as UntrustedPickle,
     )
+    from nbaccel.features.accelerate_helpers.accelerate_launchers import (
+        debug_launcher as debug_launcher,
+        notebook_launcher as notebook_launcher,
+    )
     from nbaccel.features.big_models.checkpoint_loading import (
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
@@ -57,16 +61,13 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     )
     from nbaccel.features.big_models.model_hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from nbaccel.features.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from nbaccel.features.length_batches.length_batches import batches_by_length as batches_by_length
     from nbaccel.features.local_sgd.averaged_models import LocalSGD as LocalSGD
     from nbaccel.features.map.map_items import map as map
     from nbaccel.features.retry import find_executable_batch_size as find_executable_batch_size
     from nbaccel.features.runs.runs import Runs as Runs
     from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from nbaccel.features.sweep.sweep import sweep as sweep
-    from nbaccel.launching.accelerate_launchers import (
-        debug_launcher as debug_launcher,
-        notebook_launcher as notebook_launcher,
-    )
     from nbaccel.launching.api import Run as Run, launch as launch
     from nbaccel.notebook.magics import panel as panel
     from nbaccel.train.accelerator import Accelerator as Accelerator
@@ -75,7 +76,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         DataLoaderConfiguration as DataLoaderConfiguration,
         skip_first_batches as skip_first_batches,
     )
-    from nbaccel.train.data.length_batches import batches_by_length as batches_by_length
     from nbaccel.train.distributed.partial_state import (
         AcceleratorState as AcceleratorState,
         PartialState as PartialState,
@@ -147,10 +147,10 @@ _HOME = {
     "StepCorrupted": "nbaccel.errors",
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.base.world",
-    "batches_by_length": "nbaccel.train.data.length_batches",
+    "batches_by_length": "nbaccel.features.length_batches.length_batches",
     "cpu_offload": "nbaccel.features.big_models.dispatching",
     "cpu_offload_with_hook": "nbaccel.features.big_models.model_hooks",
-    "debug_launcher": "nbaccel.launching.accelerate_launchers",
+    "debug_launcher": "nbaccel.features.accelerate_helpers.accelerate_launchers",
     "disk_offload": "nbaccel.features.big_models.dispatching",
     "dispatch_model": "nbaccel.features.big_models.dispatching",
     "find_executable_batch_size": "nbaccel.features.retry",
@@ -162,7 +162,7 @@ _HOME = {
     "load_checkpoint_and_dispatch": "nbaccel.features.big_models.checkpoint_loading",
     "load_checkpoint_in_model": "nbaccel.features.big_models.checkpoint_loading",
     "map": "nbaccel.features.map.map_items",
-    "notebook_launcher": "nbaccel.launching.accelerate_launchers",
+    "notebook_launcher": "nbaccel.features.accelerate_helpers.accelerate_launchers",
     "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.distributed.rng",
     "skip_first_batches": "nbaccel.train.data",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.launching.accelerate_launchers import debug_launcher, notebook_launcher
+from nbaccel.features import shown_by
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")
+
+with shown_by(__name__):
+    from nbaccel.features.accelerate_helpers.accelerate_launchers import debug_launcher, notebook_launcher

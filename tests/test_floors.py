@@ -41,6 +41,7 @@ READS_ENVIRONMENT = {
     "base/gpu_driver.py": "the variables of CUDA",
     "base/asking_cuda.py": "the same, to know whether an answer still holds",
     "base/hardware.py": "which devices are visible, and on which platform",
+    "features/accelerate_helpers/rank_logging.py": "the level that programs written for Accelerate choose",
     "features/cluster/node_environment.py": "what ssh, Slurm and Ray say of nodes",
     "features/deepspeed/native_build.py": "where compilers lie",
     "features/deepspeed/partitions.py": "the rank that DeepSpeed reads, which a kernel does not keep",
@@ -53,7 +54,6 @@ READS_ENVIRONMENT = {
     "features/export/exported_cell.py": "puts the variables of ranks aside while the cells above run",
     "features/scripts/accelerate_config.py": "where Accelerate keeps its configuration file",
     "trackers/clearml.py": "the variables by which ClearML's user names a project and a task",
-    "train/logs.py": "the level that programs written for Accelerate choose",
 }
 
 PRINTS = {

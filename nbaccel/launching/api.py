@@ -1,8 +1,7 @@
 """Functions that run a function in ranks. Run in the kernel, in a notebook or a script.
 
-`launch` returns a `Run`. Where one process is enough, it starts that, which can be watched, restarted and ended;
-`launch_as_accelerate` then calls the function in the notebook's own process. `accelerate_launchers` has the functions
-with Accelerate's signatures.
+`launch` returns a `Run`. Where one process is enough, it starts that, which can be watched, restarted and ended.
+`features/accelerate_helpers` has the functions with Accelerate's signatures, which then call it in the notebook's own.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import fields, replace
@@ -29,31 +27,32 @@ from nbaccel.launching.diagnosis import PostMortem, failed_alike
 from nbaccel.launching.earlier_models import refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec
 from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, kernel_freed
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
-from nbaccel.launching.plan import LaunchPlan, devices_of, settings_of
+from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, seen
-from nbaccel.options.flag_effects import given_flags
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import shell_here
 
 __all__ = [
+    "ARGUMENTS",
     "Run",
+    "check_call",
     "how_it_ended",
     "keep_run",
     "launch",
-    "launch_as_accelerate",
+    "launch_inline",
     "planned",
     "show_run",
 ]
 
 _LONGEST_ARGUMENT = 30
-_ARGUMENTS = {
+ARGUMENTS = {
     "accumulate": "gradient_accumulation_steps",
     "hang_timeout": "hang_timeout_s",
     "start": "start_method",
@@ -130,7 +129,7 @@ def launch(
         [32, 32]
     """
     kwargs = dict(kwargs or {})
-    _check_call(function, args, kwargs)
+    check_call(function, args, kwargs)
     refuse_nested_launch()
     options = RunOptions(
         num_processes=None if num_processes is None else index(num_processes),
@@ -151,16 +150,16 @@ def launch(
     )
     survey, task = Survey.take(looks_for_gpus=not cpu), FunctionTask(function, args, kwargs)
     if nodes is None:
-        plan = replace(planned(options, task, survey), own=options, words=_ARGUMENTS)
+        plan = replace(planned(options, task, survey), own=options, words=ARGUMENTS)
         spec = plan.spec(task, setup, wants_results=True)
     elif free_kernel:
         raise LaunchRefused(
             "free_kernel=True is about this machine's GPUs, and nodes has ranks elsewhere: leave one out."
         )
     else:
-        spec = feature("launch(nodes=...)")(options, task, default_launcher().resources, setup, _ARGUMENTS)
+        spec = feature("launch(nodes=...)")(options, task, default_launcher().resources, setup, ARGUMENTS)
     if spec.start.method == "inline":
-        return _launch_inline(spec, survey, check=check, origin=_origin(options))
+        return launch_inline(spec, survey, check=check, origin=_origin(options))
     aside = _set_aside(spec.devices) if free_kernel else None
     launcher = default_launcher()
     shown, title = _show(launcher, spec, survey, aside)
@@ -187,8 +186,8 @@ def _origin(options: RunOptions) -> RunOrigin:
         for field in fields(options)
         if (value := getattr(options, field.name)) not in (None, getattr(usual, field.name))
     }
-    words = ", ".join(f"{_ARGUMENTS.get(name, name)}={value!r}" for name, value in given.items())
-    return RunOrigin(words, {_ARGUMENTS.get(name, name): str(value) for name, value in given.items()}, options.seed)
+    words = ", ".join(f"{ARGUMENTS.get(name, name)}={value!r}" for name, value in given.items())
+    return RunOrigin(words, {ARGUMENTS.get(name, name): str(value) for name, value in given.items()}, options.seed)
 
 
 def planned(options: RunOptions, task: FunctionTask, survey: Survey) -> LaunchPlan:
@@ -324,7 +323,7 @@ def _missing_value(ended: RankResults) -> ResultsMissing | None:
     )
 
 
-def _launch_inline(
+def launch_inline(
     spec: LaunchSpec, survey: Survey, check: bool = True, news: str = "", origin: RunOrigin = NO_ORIGIN
 ) -> Run:
     """Run a function in this process.
@@ -365,7 +364,7 @@ def _launch_inline(
     return run
 
 
-def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if not callable(function):
         raise TypeError(
             f"the first argument must be the function that the ranks run, got {type(function).__name__}. "
@@ -382,56 +381,3 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
                 f"{name}{inspect.signature(function)} cannot be called with args={tuple(args)!r}: {error}. "
                 "Nothing was started."
             ) from None
-
-
-def launch_as_accelerate(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    num_processes: int | None,
-    precision: str,
-    oom: str,
-    strategy: str | None,
-    max_restarts: int,
-) -> Any:
-    """Run the function as `notebook_launcher` does, in this process if one is enough, and return its result."""
-    if num_processes in (None, 1) and oom == STOP:
-        _check_call(function, args, {})
-        refuse_nested_launch()
-        survey = Survey.take()
-        chosen = devices_of(RunOptions(num_processes), survey)
-        if chosen.num_processes == 1:
-            spec, news = _in_place(function, args, precision, strategy, chosen)
-            return _launch_inline(spec, survey, news=news).value
-    for restart in range(1, max_restarts + 1):
-        run = launch(function, num_processes, args, mixed_precision=precision, strategy=strategy, oom=oom, check=False)
-        if run.error is None:
-            return run.value
-        if not isinstance(run.error, Exception):  # an interrupt
-            raise run.error
-        warnings.warn(
-            f"the ranks failed with {_in_short(run.error)}, and are started again: restart {restart} of "
-            f"max_restarts={max_restarts}. The function begins anew.",
-            stacklevel=4,  # the line that calls notebook_launcher
-        )
-    return launch(function, num_processes, args, mixed_precision=precision, strategy=strategy, oom=oom).value
-
-
-def _in_short(error: Exception) -> str:
-    """Return the class of an error and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _in_place(
-    function: Callable[..., Any], args: tuple[Any, ...], precision: str, strategy: str | None, devices: Devices
-) -> tuple[LaunchSpec, str]:
-    """Return the call of the function as Accelerate makes it if one process is enough, and the line that says so."""
-    start = Start("inline", "one process of notebook_launcher is this one, as in Accelerate")
-    name = getattr(function, "__name__", "")
-    news = (
-        "in this process, as in Accelerate: no restart for memory, no watch for hangs, no clean kernel; "
-        f"launch({name if name.isidentifier() else 'function'}, num_processes=1) has them"
-    )
-    task = FunctionTask(function, args)
-    options = RunOptions(mixed_precision=precision, strategy=strategy)
-    task.flags = given_flags(options, options, words=_ARGUMENTS)
-    return LaunchSpec(task, devices.started_by(start), start, settings_of(options, precision)), news

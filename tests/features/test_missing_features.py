@@ -73,6 +73,8 @@ SHOWN = [
     ("nbaccel.utils", "get_free_port"),
     ("nbaccel.utils.operations", "find_device"),
     ("nbaccel.data_loader", "prepare_data_loader"),
+    ("nbaccel.logging", "get_logger"),
+    ("nbaccel", "notebook_launcher"),
     ("nbaccel.utils.bnb", "load_and_quantize_model"),
     ("nbaccel.utils.modeling", "dtype_byte_size"),
     ("nbaccel.utils.offload", "offload_weight"),

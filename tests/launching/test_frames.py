@@ -6,7 +6,7 @@ They are in every traceback before it is cut, and in every stack that a debugger
 from __future__ import annotations
 
 from frames import our_frames
-from nbaccel.launching.accelerate_launchers import notebook_launcher
+from nbaccel.launchers import notebook_launcher
 from nbaccel.launching.api import launch
 
 MOST = {"fork": 7, "zygote": 9}

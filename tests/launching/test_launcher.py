@@ -18,8 +18,8 @@ import pytest
 
 from nbaccel.base.hardware import Driver, Gpu, Survey
 from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
+from nbaccel.launchers import debug_launcher, notebook_launcher
 from nbaccel.launching import api
-from nbaccel.launching.accelerate_launchers import debug_launcher, notebook_launcher
 from nbaccel.launching.api import launch
 from nbaccel.launching.gpu_trouble import TorchBuild
 from nbaccel.launching.ipc import channel

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nbaccel.errors import CannotCut, RankDied, StepCorrupted
-from nbaccel.launching.accelerate_launchers import notebook_launcher
+from nbaccel.launchers import notebook_launcher
 from nbaccel.launching.api import Run, launch
 from nbaccel.testing import Faults, MemLimit
 

@@ -2,8 +2,7 @@
 
 `prepare_loader` chooses a source (`sources`, `dispatch`), which deals by a shard (`shard`) in an order that all ranks
 share (`order`); the loop iterates a `loader`, `position` is the progress of an epoch, `placement` moves batches to the
-device. `length_batches` makes batches for inference, without a loader. Imports `base`, `train/distributed` and
-`train/step`.
+device. Imports `base`, `train/distributed` and `train/step`.
 """
 
 from __future__ import annotations

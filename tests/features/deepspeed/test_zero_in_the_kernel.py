@@ -15,7 +15,7 @@ from torch import nn
 from nbaccel import Accelerator, DeepSpeedPlugin
 from nbaccel.errors import NotPrepared
 from nbaccel.features.deepspeed.native_build import import_deepspeed
-from nbaccel.launching.accelerate_launchers import notebook_launcher
+from nbaccel.launchers import notebook_launcher
 from nbaccel.testing import run_ranks
 
 pytestmark = [

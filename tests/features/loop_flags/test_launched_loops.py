@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nbaccel import launch
-from nbaccel.launching.accelerate_launchers import notebook_launcher
+from nbaccel.launchers import notebook_launcher
 
 pytestmark = pytest.mark.slow
 

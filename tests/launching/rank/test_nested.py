@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 from nbaccel.errors import NestedLaunch
-from nbaccel.launching.accelerate_launchers import notebook_launcher
+from nbaccel.launchers import notebook_launcher
 from nbaccel.launching.api import launch
 
 REFUSED = r"this is rank [01] of 2 of a run already, and ranks do not launch ranks"

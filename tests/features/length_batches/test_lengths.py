@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from nbaccel import PartialState, batches_by_length
+from nbaccel.features.length_batches.length_batches import LengthBatches
 from nbaccel.testing import run_ranks
-from nbaccel.train.data.length_batches import LengthBatches
 from nbaccel.utils import gather_object
 
 _LENGTHS = st.lists(st.integers(0, 500), max_size=80)

@@ -2,7 +2,7 @@
 
 As in Accelerate, `notebook_launcher` calls a function that needs one process in the notebook's own process: its
 arguments and globals are the notebook's own objects. Programs import these names beside `Accelerator`, and many of them
-launch nothing; so this module is small, and `launch.api` is loaded by the first call.
+launch nothing; so this module is small, and `launches_as_accelerate` is loaded by the first call.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def notebook_launcher(
         "log_line_prefix_template": log_line_prefix_template,
     }
     _explain_ignored(given)
-    from nbaccel.launching.api import launch_as_accelerate  # starting processes needs half of the package
+    from nbaccel.features.accelerate_helpers.launches_as_accelerate import launch_as_accelerate
 
     precision = str(mixed_precision).lower()
     return launch_as_accelerate(function, args, num_processes, precision, oom, strategy, max_restarts)

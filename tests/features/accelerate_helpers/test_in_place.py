@@ -24,8 +24,9 @@ from nbaccel import Accelerator, find_executable_batch_size
 from nbaccel.base.events import StepEntered, StepsEnded, emit
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.errors import LaunchRefused, NestedLaunch
+from nbaccel.features.accelerate_helpers import launches_as_accelerate as ours
+from nbaccel.launchers import notebook_launcher
 from nbaccel.launching import api, inline
-from nbaccel.launching.accelerate_launchers import notebook_launcher
 from nbaccel.launching.api import launch
 from nbaccel.launching.gpu_trouble import TorchBuild
 from nbaccel.launching.launcher import Launcher
@@ -106,7 +107,7 @@ def test_it_is_in_place_where_one_process_was_asked_for_or_there_is_one_device(
     cards = tuple(Gpu(at, f"GPU-{at}", "Tesla T4", 16 * 10**9, number=at) for at in range(gpus))
     monkeypatch.setattr(Survey, "take", classmethod(lambda cls, **asked: Survey(gpus=cards)))
     monkeypatch.setattr(TorchBuild, "loaded", classmethod(lambda cls: None))
-    monkeypatch.setattr(api, "launch", lambda *given, **named: types.SimpleNamespace(value="in ranks"))
+    monkeypatch.setattr(ours, "launch", lambda *given, **named: types.SimpleNamespace(value="in ranks"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     value = notebook_launcher(lambda: (os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")), (), asked)
     assert value == ((os.getpid(), hidden) if is_here else "in ranks")
