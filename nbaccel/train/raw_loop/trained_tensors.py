@@ -21,6 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from nbaccel.base.values import frozen
 from nbaccel.errors import NotPrepared
@@ -179,6 +183,8 @@ class Models:
         self.reached: set[int] = set()  # numbers of parameters that have got a gradient, from this rank or another
         self._handles: list[Any] = []
         self._around: _Around | None = None
+        self._is_searched = False  # in the present backward
+        self._is_told = False  # what is put into modules
 
     def forget(self) -> None:
         """Begin a task: forget all tensors."""
@@ -292,7 +298,7 @@ class Models:
             by_holders: Look also for optimizers that hold plain tensors, for which another batch may be too late.
             accumulates: The backward adds gradients to the leaves.
         """
-        self._around = None
+        self._is_searched = False
         known, new = [], []
         for leaf in leaves:
             number = self._number.get(id(leaf))
@@ -305,9 +311,10 @@ class Models:
         given = {id(leaf): at for leaf in new if (at := self._given_at(leaf)) is not None}
         trained = {leaf for leaf, at in given.items() if at < batch}
         if any(by_holders or isinstance(leaf, Parameter) for leaf in new):
-            of_models = self._surroundings().held_by_models()
+            around = self._surroundings([leaf for leaf in new if by_holders or isinstance(leaf, Parameter)])
             with_batch = {id(leaf) for leaf in new if leaf.ndim and leaf.shape[0] in sizes} & given.keys() - trained
-            trained |= of_models | self._surroundings().held_by_optimizers() - with_batch
+            trained |= {id(leaf) for leaf in new if around.roots_of(leaf)}
+            trained |= {id(leaf) for leaf in new if around.is_of_optimizer(leaf)} - with_batch
         found = [leaf for leaf in new if id(leaf) in trained or self._comes_back(leaf, batch, sizes)]
         if accumulates and not (batch or known or found):
             found = [leaf for leaf in new if self._has_come(leaf)]
@@ -318,6 +325,7 @@ class Models:
 
     def note_given(self, tensors: Iterable[Tensor], batch: int) -> None:
         """Record that an optimizer is given `tensors` to train, after `batch` batches were handed out."""
+        self._around = None
         self._given.update((id(each), (weakref.ref(each), batch)) for each in tensors)
 
     def _given_at(self, leaf: Tensor) -> int | None:
@@ -348,14 +356,31 @@ class Models:
         return any(
             not KEEP_TOGETHER.isdisjoint(kind.__name__ for kind in type(module).__mro__)
             and any(id(parameter) in ids for parameter in module.parameters())
-            for module in self._surroundings().modules
+            for leaf in leaves
+            for root in self._surroundings(leaves).roots_of(leaf)
+            for module in root.modules()
         )
 
-    def _surroundings(self) -> _Around:
-        """Return the models and optimizers here; searched once for each backward with new leaves."""
-        if self._around is None:
-            self._around = _Around()
-        return self._around
+    def _surroundings(self, leaves: Sequence[Tensor] | None = None) -> _Around:
+        """Return the models and optimizers here.
+
+        They are searched at most once for each backward with new leaves; not where a model or an optimizer was known to
+        hold all of `leaves`, and none was put together since. Otherwise many models would be searched once for each.
+        """
+        around = self._around
+        is_known = around is not None and leaves is not None and all(map(around.holds, leaves))
+        if around is None or not (self._is_searched or is_known):
+            if not self._is_told:
+                self._is_told = True
+                self._handles.append(register_module_module_registration_hook(self._note_registration))
+                self._handles.append(register_module_parameter_registration_hook(self._note_registration))
+            around = self._around = _Around()
+            self._is_searched = True
+        return around
+
+    def _note_registration(self, *_: Any) -> None:
+        """Note that something was put into a module, as where a program makes or wraps a model."""
+        self._around = None
 
     def register(self, new: Sequence[Tensor], collectives: Collectives) -> bool:
         """Number `new`, and related tensors, equally in all ranks. Collective: all ranks, also those without new ones.
@@ -395,7 +420,6 @@ class Models:
             each.sums = pair
         for family in found:
             self._add(family)
-        self._around = None  # it holds models, which may be dropped
         return bool(torch.equal(facts[: 2 * len(about)].unflatten(0, (-1, 2))[own], compared[0]))
 
     def _add(self, family: _Family) -> None:
@@ -444,7 +468,10 @@ class Models:
         families: list[_Family] = []
         taken: set[int] = set(self._number)
         wanted = None if new is None else {id(leaf) for leaf in new}
-        for root in sorted(self._surroundings().roots(), key=lambda root: -sum(1 for _ in root.parameters())):
+        around = self._surroundings(new)
+        held = [] if new is None else [root for leaf in new for root in around.roots_of(leaf)]
+        roots = around.roots() if new is None else list({id(root): root for root in held}.values())
+        for root in sorted(roots, key=lambda root: -sum(1 for _ in root.parameters())):
             tensors = [*_tensors(root)]
             ids = {id(tensor) for tensor, _ in tensors} - taken
             if (ids & wanted) if wanted is not None else ids:
@@ -527,14 +554,57 @@ def _tensors(root: Module) -> Iterator[tuple[Tensor, Item]]:
 
 
 class _Around:
-    """The models and the optimizers in this process, as far as the program can reach them."""
+    """The models and the optimizers in this process, as far as the program can reach them. Keeps none of them alive."""
 
     def __init__(self) -> None:
         self._modules: dict[int, Module] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._take(gc.get_objects())  # objects made here; those from before a fork are frozen, and not listed
         self._search()
-        self.modules, self.optimizers = list(self._modules.values()), list(self._optimizers.values())
+        modules, optimizers = list(self._modules.values()), list(self._optimizers.values())
+        self._all_modules, self._all_optimizers = [*map(weakref.ref, modules)], [*map(weakref.ref, optimizers)]
+        self._of_models: dict[int, tuple[weakref.ref[Tensor], list[weakref.ref[Module]]]] = {}
+        for root in _roots(modules):
+            held = {id(tensor): tensor for module in root.modules() for tensor in _held_by(module)}
+            for tensor in held.values():
+                _, roots = self._of_models.setdefault(id(tensor), (weakref.ref(tensor), []))
+                roots.append(weakref.ref(root))
+        self._of_optimizers = {
+            id(tensor): weakref.ref(tensor)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
+        self._modules.clear()
+        self._optimizers.clear()
+
+    @property
+    def modules(self) -> list[Module]:
+        return [each for ref in self._all_modules if (each := ref()) is not None]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [each for ref in self._all_optimizers if (each := ref()) is not None]
+
+    def roots(self) -> list[Module]:
+        """Return modules that no other module holds."""
+        return _roots(self.modules)
+
+    def roots_of(self, tensor: Tensor) -> list[Module]:
+        """Return those in which `tensor` is."""
+        ref, roots = self._of_models.get(id(tensor), (None, []))
+        return [] if ref is None or ref() is not tensor else [each for root in roots if (each := root()) is not None]
+
+    def is_of_optimizer(self, tensor: Tensor) -> bool:
+        ref = self._of_optimizers.get(id(tensor))
+        return ref is not None and ref() is tensor
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether models or optimizers hold `tensor`, and these models are all there."""
+        ref, roots = self._of_models.get(id(tensor), (None, []))
+        if ref is not None and ref() is tensor:
+            return all(root() is not None for root in roots)
+        return self.is_of_optimizer(tensor)
 
     def _take(self, objects: Sequence[Any]) -> None:
         kinds = set(map(type, objects))
@@ -567,27 +637,17 @@ class _Around:
             elif depth < _DEPTH:
                 waiting += [(part, depth + 1) for part in _inside(value, kind)]
 
-    def roots(self) -> list[Module]:
-        """Return modules that no other module holds."""
-        inner = {id(child) for module in self.modules for child in module._modules.values() if child is not None}
-        return [module for module in self.modules if id(module) not in inner]
 
-    def held_by_optimizers(self) -> set[int]:
-        """Return the ids of tensors that optimizers hold."""
-        return {
-            id(parameter)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+def _roots(modules: Sequence[Module]) -> list[Module]:
+    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    return [module for module in modules if id(module) not in inner]
 
-    def held_by_models(self) -> set[int]:
-        """Return the ids of tensors that models hold."""
-        found: set[int] = set()
-        for module in self.modules:
-            found.update(map(id, module._parameters.values()))
-            found.update(id(part) for value in list(vars(module).values()) for part in _parts(value))
-        return found
+
+def _held_by(module: Module) -> Iterator[Tensor]:
+    """Yield the tensors that a module itself holds."""
+    yield from (each for each in module._parameters.values() if each is not None)
+    for value in list(vars(module).values()):
+        yield from _parts(value)
 
 
 def surrounding_optimizers() -> list[torch.optim.Optimizer]:

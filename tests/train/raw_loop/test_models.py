@@ -70,6 +70,45 @@ def test_a_model_is_not_looked_for_in_objects_that_serve_the_kernel() -> None:
     assert any(part is trainer.model for part in trained_tensors._inside(trainer, Trainer))
 
 
+def searches(count: int, wraps: bool) -> tuple[int, list[str]]:
+    """Train `count` models in one loop; return how often objects were searched, and the classes of what is known.
+
+    One search of them is for optimizers, of which there are none.
+    """
+    found: list[None] = []
+
+    class Counted(trained_tensors._Around):
+        def __init__(self) -> None:
+            found.append(None)
+            super().__init__()
+
+    trained_tensors._Around = Counted  # type: ignore[misc]
+    models: list[nn.Module] = [nn.Linear(4, 1).double() for _ in range(count)]
+    watch = RawLoopTraining(World.from_env(), RunSettings())
+    watch.begin(None)
+    for x, y in points():
+        for at in range(count):
+            if wraps and at and type(models[at]) is nn.Linear:
+                models[at] = nn.Sequential(nn.BatchNorm1d(4).double(), models[at])
+            nn.functional.mse_loss(models[at](x), y).backward()
+            with torch.no_grad():
+                for parameter in models[at].parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    known = [model.name for model in watch._averaging.models.models]
+    watch.end()
+    watch.stop()
+    return len(found), known
+
+
+def test_many_models_of_one_loop_are_looked_for_once() -> None:
+    assert run_ranks(2, searches, 12, False)[0] == (1 + 1, ["Linear"] * 12)
+
+
+def test_a_model_that_was_wrapped_since_is_known_with_all_that_is_in_it() -> None:
+    assert run_ranks(2, searches, 3, True)[0] == (3 + 1, ["Linear", "Sequential", "Sequential"])
+
+
 def by_rank() -> list[torch.Tensor]:
     return train(int(os.environ["RANK"]))
 
