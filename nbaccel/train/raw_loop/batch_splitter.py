@@ -98,6 +98,9 @@ class SplitNotices(Protocol):
     def note_split(self, split: Split) -> None:
         """Note the decision about a loader; called once for each."""
 
+    def decision(self, batch_size: int | None) -> str:
+        """Return by which number of a part of a batch the loop would decide; "" where it does not."""
+
     def note_drawn(self) -> None:
         """Note that the loop draws from NumPy or Python's random while it has a part."""
 
@@ -181,6 +184,7 @@ class BatchSplitter:
         self._lasting: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # keys that hold in another process, by key
         self._known: dict[tuple[Any, ...], Any] = {}  # by such keys: what another process has known of passes
         self._told: set[tuple[Any, ...]] = set()
+        self._read: set[tuple[Any, ...]] = set()  # keys of passes whose program was read
         self._gauges.end_alone()
         self._gauges = self._new_gauges()
         self._cutter = Cutter(self._rank, self._world_size, self._turns)
@@ -494,6 +498,10 @@ class BatchSplitter:
             batch, label = this.rest.popleft()
             self._note_taken(this, label)
             return batch
+        if this.is_split and self._mode == SPLIT and this.key not in self._read and torch.is_grad_enabled():
+            self._read.add(this.key)
+            if decision := self._notices.decision(this.batch_size):
+                self._keep_whole(this, f"the loop decides by a count or a sum of the batch ({decision})")
         self._streams.common()
         self._drawn = iterator
         is_split = this.is_split and torch.is_grad_enabled() and this.gauge.taken >= (this.sliced_from or 0)

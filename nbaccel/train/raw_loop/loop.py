@@ -405,6 +405,9 @@ class Notices:
                 "batch norm sees a part of each batch; torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all"
             )
 
+    def decision(self, batch_size: int | None) -> str:
+        return self._numbers.decision(self._world.world_size, batch_size)
+
     def note_uneven(self, taken: Sequence[float]) -> None:
         said = ", ".join(f"rank {rank} {count:g}" for rank, count in enumerate(taken))
         self.say(f"the ranks have taken different numbers of steps ({said}); all have the weights of the longest now")

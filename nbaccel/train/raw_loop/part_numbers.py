@@ -5,6 +5,10 @@ A loss has the whole batch's value after its backward, and ``len(x)`` is that of
 numbers cannot be followed while they are computed, so the program is read before. Each value gets a power of N,
 `Known.power`; products add powers. What is printed, kept in a list, or left in a name is a number that somebody reads.
 
+A loop that decides by such a number (``if mask.sum() > 8: continue``) decides otherwise with parts of its batches, and
+all ranks alike may: its batches stay whole. Means need not: if those of all parts are larger than a limit, that of the
+batch is, too; and ranks that decide differently are out of step, which is an error. So it is with counts and 0.
+
 Only loops whose batches were split are followed, and functions that the notebook's source defines. A value that a
 library returns for a part is known to be of a part, and no more.
 """
@@ -13,8 +17,9 @@ from __future__ import annotations
 
 import ast
 import linecache
+import operator as operators
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -42,6 +47,14 @@ _SHOWN_BY = names(
     "set_description format display"
 )
 _KEEPS = names("item float int round abs detach cpu tolist numpy clone double to half sum mean max min array")
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Lt: operators.lt,
+    ast.LtE: operators.le,
+    ast.Gt: operators.gt,
+    ast.GtE: operators.ge,
+    ast.Eq: operators.eq,
+    ast.NotEq: operators.ne,
+}
 _ARE_MEANS = ("_loss", "cross_entropy", "cross_entropy_with_logits")
 _COUNTED_BY = ("torchmetrics", "ignite")
 """Packages whose metrics are objects that count what they are called with, in a raw loop each rank for itself."""
@@ -57,6 +70,7 @@ class Known:
         is_batch: The value has, or may have, an entry for each sample.
         is_shape: The value is the shape of a tensor with an entry for each sample.
         is_sure: The value was followed through all of its computation.
+        is_rows: The value is the number of samples.
         items: What is known of each of several values.
     """
 
@@ -65,6 +79,7 @@ class Known:
     is_batch: bool = False
     is_shape: bool = False
     is_sure: bool = True
+    is_rows: bool = False
     items: tuple[Known | None, ...] = ()
 
     @property
@@ -76,6 +91,7 @@ class Known:
 WHOLE = Known(is_part=False)
 _BATCH = Known(is_batch=True)
 _SIZE = Known(-1)
+_ROWS = Known(-1, is_rows=True)
 _MEAN = Known()
 _UNKNOWN = Known(None, is_batch=True, is_sure=False)
 
@@ -113,16 +129,32 @@ class PartNumbers:
             library = str(taking.f_globals.get("__name__", "")).partition(".")[0]
             return [f"what {library} counts of a training batch, beside the loss, is of a rank's part"]
         self._loops.add((taking.f_code.co_filename, taking.f_lineno))
-        own = [frame for frame in frames if linecache.getline(frame.f_code.co_filename, frame.f_lineno)]
-        found: list[ReadNumber] = []
-        with suppress(Exception):  # of a program that reads in some way that nobody has thought of
-            program = _Program(self._loops, {frame.f_code: variables_of(frame) for frame in frames})
-            top = _outermost(own)
-            program.run(top)
-            found = program.readings()
+        program = self._read(frames, ())
+        found = [] if program is None else program.readings()
         if is_own:
             return [f"of a rank's own batches: {_named(found)}"] if found else []
         return lines_of(found, ranks)
+
+    def decision(self, ranks: int, batch_size: int | None) -> str:
+        """Return by which number of a part the program would decide, with its line; "" where it does not.
+
+        Called where the program is about to take the first batch that is split.
+        """
+        frames = list(users_frames(_MOST_FRAMES))
+        if not frames or not is_users(frames[0].f_code.co_filename):
+            return ""
+        self._loops.add((frames[0].f_code.co_filename, frames[0].f_lineno))
+        sizes = () if not batch_size else (batch_size, -(-batch_size // ranks), max(1, batch_size // ranks))
+        program = self._read(frames, sizes)
+        return "" if program is None else program.decision
+
+    def _read(self, frames: Sequence[FrameType], sizes: Sequence[int]) -> _Program | None:
+        own = [frame for frame in frames if linecache.getline(frame.f_code.co_filename, frame.f_lineno)]
+        with suppress(Exception):  # of a program that reads in some way that nobody has thought of
+            program = _Program(self._loops, {frame.f_code: variables_of(frame) for frame in frames}, sizes)
+            program.run(_outermost(own))
+            return program
+        return None
 
 
 def _outermost(frames: Sequence[FrameType]) -> FrameType:
@@ -143,11 +175,19 @@ class _Program:
     Args:
         loops: Files and lines that take batches of which this rank has a part.
         variables: Variables of the functions that run.
+        sizes: Numbers of samples of a batch, and of its parts.
+
+    Attributes:
+        decision: By which number of a part the program decides, with its line.
     """
 
-    def __init__(self, loops: set[tuple[str, int]], variables: Mapping[CodeType, dict[str, Any]]) -> None:
+    def __init__(
+        self, loops: set[tuple[str, int]], variables: Mapping[CodeType, dict[str, Any]], sizes: Sequence[int] = ()
+    ) -> None:
         self.loops = loops
         self.variables = variables
+        self.sizes = sizes
+        self.decision = ""
         self.found: dict[str, ReadNumber] = {}
         self.kept: dict[str, Known] = {}  # what functions, and the cell, have counted or listed, and left behind
         self.depth = 0
@@ -252,6 +292,7 @@ class _Scope:
             self._rounds(node)
             self._decide(node.test)
         elif isinstance(node, ast.Assign):
+            self._decide_within(node.value)
             value = self._batch_of(node) or self.value(node.value)
             for target in node.targets:
                 self._bind(target, value, node.value)
@@ -271,6 +312,8 @@ class _Scope:
                     self.value(child)
             if isinstance(node, ast.If):
                 self._decide(node.test)
+                if not all(map(_only_shows, (*node.body, *node.orelse))):
+                    self._decide_by_part(node.test)
             self._branches += isinstance(node, ast.If | ast.Try)
             for name in ("body", "handlers", "orelse", "finalbody"):
                 self._all(getattr(node, name, []))
@@ -299,6 +342,48 @@ class _Scope:
             for each, value in known if len(known) < len(sides) else []:
                 if any(ast.unparse(part) in self._counted for part in ast.walk(each) if isinstance(part, ast.expr)):
                     self._shown(each, value)
+
+    def _decide_within(self, node: ast.expr) -> None:
+        for each in ast.walk(node):
+            if isinstance(each, ast.IfExp):
+                self._decide_by_part(each.test)
+
+    def _decide_by_part(self, test: ast.expr) -> None:
+        """Note a number of the present batch by which the program decides what it trains, and parts of it otherwise."""
+        if not (self._inside or self._program.depth) or self._program.decision:
+            return
+        for node in ast.walk(test):
+            if not isinstance(node, ast.Compare):
+                continue
+            sides = [node.left, *node.comparators]
+            for at, operator in enumerate(node.ops):
+                pair = sides[at], sides[at + 1]
+                scaled = [each for each in pair if self._is_scaled(each)]
+                if len(scaled) == 1 and self._may_differ(scaled[0], operator, pair):
+                    line = f"line {node.lineno}: {ast.unparse(node)}"
+                    self._program.decision = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+                    return
+
+    def _is_scaled(self, node: ast.expr) -> bool:
+        """Return whether a number of one batch, which is not counted over several, differs by a factor in its parts."""
+        value = self.value(node)
+        is_known = value is not None and value.is_part and value.is_sure and not (value.is_batch or value.is_shape)
+        counted = any(ast.unparse(each) in self._counted for each in ast.walk(node) if isinstance(each, ast.expr))
+        return is_known and value is not None and bool(value.power) and not counted
+
+    def _may_differ(self, scaled: ast.expr, operator: ast.cmpop, pair: tuple[ast.expr, ast.expr]) -> bool:
+        """Return whether a comparison may be true for all parts of a batch, and false for the batch, or the reverse."""
+        is_first = pair[0] is scaled
+        limit = pair[1 if is_first else 0]
+        number = limit.value if isinstance(limit, ast.Constant) else self._object(limit)
+        if not isinstance(number, int | float):
+            return True
+        if (value := self.value(scaled)) is not None and value.is_rows and self._program.sizes:
+            compare = _COMPARISONS.get(type(operator), operators.is_)
+            outcomes = [compare(size, number) if is_first else compare(number, size) for size in self._program.sizes]
+            return len(set(outcomes)) > 1
+        is_of_one = number == 1 and isinstance(operator, (ast.Lt, ast.GtE) if is_first else (ast.Gt, ast.LtE))
+        return not (number == 0 or is_of_one)
 
     def kept(self, own: Set[str] = frozenset()) -> dict[str, Known]:
         """Return what was counted or listed, and not used.
@@ -355,7 +440,7 @@ class _Scope:
                 elif value is not None and len(value.items) == len(target.elts):
                     self._bind(each, value.items[at], source)
                 elif value is not None and value.is_shape:
-                    self._bind(each, None if at else _SIZE, source)
+                    self._bind(each, None if at else _ROWS, source)
                 else:
                     self._bind(each, value, source)
             return
@@ -400,7 +485,7 @@ class _Scope:
         if isinstance(node, ast.Subscript):
             below = self.value(node.value)
             if below is not None and below.is_shape:
-                return _SIZE if ast.unparse(node.slice) == "0" else None
+                return _ROWS if ast.unparse(node.slice) == "0" else None
             return below
         if isinstance(node, ast.BinOp):
             one, other = self.value(node.left), self.value(node.right)
@@ -449,14 +534,14 @@ class _Scope:
                     self._shown(shown, self.value(shown))
             return None
         if name == "len" and known:
-            return _SIZE if known[0].is_batch else None
+            return _ROWS if known[0].is_batch else None
         of = below or (known[0] if known else None)
         if of is None:
             return None if self._function(node) is None else self._of_function(node, values)
         arguments = node.args if below is not None else node.args[1:]
         if of.is_batch and name == "size" and below is not None:
             first = [ast.unparse(each) for each in (*node.args, *(word.value for word in node.keywords))]
-            return replace(of, is_shape=True) if not first else _SIZE if first[0] == "0" else None
+            return replace(of, is_shape=True) if not first else _ROWS if first[0] == "0" else None
         if of.is_batch and of.is_sure and name in (_SUMS | _MEANS) and not _is_along(arguments, node.keywords):
             return _SIZE if name in _SUMS else _MEAN
         if below is not None and (below.is_batch or name in _KEEPS):
@@ -546,6 +631,15 @@ class _Scope:
                 self._shown(each, self.value(each))
         elif value is not None and not (value.is_batch and value.is_sure):
             self._program.read(node, value)
+
+
+def _only_shows(node: ast.stmt) -> bool:
+    """Return whether a statement prints, logs or keeps something, and does nothing else."""
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return isinstance(node, ast.Pass)
+    function = node.value.func
+    name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
+    return name in _SHOWN_BY or name in ("append", "extend")
 
 
 def _bound_in(loop: ast.AST) -> set[str]:

@@ -75,6 +75,9 @@ class Rank:
     def note_split(self, split: Split) -> None:
         self.said.append(split)
 
+    def decision(self, batch_size: int | None) -> str:
+        return ""
+
     def note_drawn(self) -> None:
         """Nobody is told."""
 

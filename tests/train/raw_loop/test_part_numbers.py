@@ -232,6 +232,78 @@ for x, y in loader:
 }
 
 
+DECISIONS = {
+    "a count": (
+        f"""
+for x, y in loader:
+    loss = criterion(model(x), y)
+    if (x[:, 0] > 0).sum() > 6: continue
+    {STEP}
+""",
+        "line 13: (x[:, 0] > 0).sum() > 6",
+    ),
+    "a count that is a name's, and Python's": (
+        f"""
+for x, y in loader:
+    loss = criterion(model(x), y)
+    n = int((x > 0).sum().item())
+    if 20 <= n and n < 30:
+        loss = 2 * loss
+    {STEP}
+""",
+        "line 14: 20 <= n",
+    ),
+    "a factor": (
+        f"""
+for x, y in loader:
+    found = (y == 1).sum().item()
+    loss = criterion(model(x), y) * (2.0 if found > 3 else 1.0)
+    {STEP}
+""",
+        "line 13: found > 3",
+    ),
+    "a sum, in a function": (
+        f"""
+def loss_of(out, y):
+    loss = F.cross_entropy(out, y, reduction="sum")
+    if loss.item() > 9.0:
+        return loss * 0.1
+    return loss
+for x, y in loader:
+    loss = loss_of(model(x), y); {STEP}
+""",
+        "line 13: loss.item() > 9.0",
+    ),
+    "a size that no part has": (
+        f"""
+for x, y in loader:
+    if x.shape[0] != loader.batch_size: continue
+    loss = criterion(model(x), y); {STEP}
+""",
+        "line 12: x.shape[0] != loader.batch_size",
+    ),
+    "nothing": (
+        f"""
+kept, limit = [], 2.0
+for x, y in loader:
+    if len(x) < 2: continue
+    out = model(x); loss = criterion(out, y); found = (y == 1).sum()
+    if found == 0 or found.item() < 1 or not (y >= 0).any(): continue
+    if loss.item() > 1000 or not torch.isfinite(loss): raise ValueError(loss)
+    if found > 3: print("many"); kept.append(found)
+    {STEP}
+    if loss.item() < 1e-9 or loss.item() > limit * 1000: break
+    right = (out.argmax(1) == y).sum().item()
+    if right / len(x) > 2: break
+if found > 3:
+    limit = 1.0
+""",
+        "",
+    ),
+}
+"""Programs, and the line and the number by which one decides so that its batches stay whole."""
+
+
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     return run_ranks(2, _all_of_them)[0]
@@ -248,6 +320,14 @@ def test_numbers_that_differ_are_named_with_their_factor(name: str, said: dict[s
     assert MISLEADING not in said[name]
 
 
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_loop_that_decides_by_a_count_of_its_batch_has_whole_ones(name: str, said: dict[str, str]) -> None:
+    decides = DECISIONS[name][1]
+    why = f"the same work: the loop decides by a count or a sum of the batch ({decides}). -n 1 does it once"
+    assert (why if decides else "split over 2 ranks") in said[name]
+    assert ("split over" in said[name]) is not bool(decides)
+
+
 def test_numbers_of_own_batches_are_named(said: dict[str, str]) -> None:
     assert "nbaccel: of a rank's own batches: total\n" in said["each"]
 
@@ -258,7 +338,7 @@ def test_a_loop_of_a_library_has_a_line_with_the_librarys_name(said: dict[str, s
 
 def _all_of_them() -> dict[str, str]:
     torch.manual_seed(0)
-    found = {name: said_by(name, text) for name, (text, _) in PROGRAMS.items()}
+    found = {name: said_by(name, text) for name, (text, _) in (PROGRAMS | DECISIONS).items()}
     found["each"] = said_by("each", PROGRAMS["a mean by the length"][0], batches="each")
     library: dict[str, Any] = {"__name__": "fitting.loops"}
     text = "def fit(model, loader, optimizer, criterion):\n    for x, y in loader:\n        "
