@@ -297,7 +297,8 @@ class RawLoopTraining:
         """Report a backward that was averaged."""
         self._has_trained_on_parts |= self.has_split
         self._last_batch.note(self._passes.handed)
-        self.note_alone(loss)
+        if loss is not None:
+            emit(Loss(loss, self._steps.count))
         if not self._passes.batches:
             self._passes.note_no_loader()
             self._notices.note_no_loader()
