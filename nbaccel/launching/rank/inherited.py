@@ -314,8 +314,9 @@ _IDLE_TICKS = 10
 _WAKE_NOBODY = ("tqdm", "multiprocessing.queues")
 """Modules whose threads in a rank only write."""
 
-_WATCHES = ("nbaccel-death-watch", "nbaccel-telemetry", "nbaccel-lost-threads")
-"""Threads of the project that wake no waiting thread. Others do: one writes a checkpoint that the program waits for."""
+_WATCH = "nbaccel-lost-threads"
+"""The thread of the project that `threading` knows and that wakes no waiting thread. Others do: one writes a checkpoint
+that the program waits for."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
@@ -341,7 +342,7 @@ class LostThreads:
     def start(self) -> None:
         """Begin to watch, in a thread; a notebook without threads of its own needs no watch."""
         if self._names:
-            threading.Thread(target=self._run, name="nbaccel-lost-threads", daemon=True).start()
+            threading.Thread(target=self._run, name=_WATCH, daemon=True).start()
 
     def _run(self) -> None:
         seen: tuple[int, int, int] | None = None
@@ -367,7 +368,7 @@ class LostThreads:
     def _may_be_woken(self) -> bool:
         """Return whether a thread of the rank is left that may signal what the main thread waits for."""
         others = [each for each in threading.enumerate() if each is not threading.main_thread()]
-        return any(each.name not in _WATCHES and not is_of(each, _WAKE_NOBODY) for each in others)
+        return any(each.name != _WATCH and not is_of(each, _WAKE_NOBODY) for each in others)
 
     def _awaited_in_vain(self, frame: FrameType) -> Any:
         """Return the condition or lock that no thread is left to signal; None if a thread may do it."""

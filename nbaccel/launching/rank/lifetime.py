@@ -10,6 +10,7 @@ Reasons: docs/design/starting-ranks.md
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import logging
@@ -81,7 +82,7 @@ class DeathWatch:
 
     def start(self) -> None:
         self._channel_fd = os.dup(self._channel_fd)  # the number may be closed and used again
-        threading.Thread(target=self._run, name="nbaccel-death-watch", daemon=True).start()
+        _thread.start_new_thread(self._run, ())  # a `Thread` copies some 50 pages, and waits until it runs
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -330,7 +331,7 @@ class ExitFunctions:
                 function.
         """
         self._code = 0 if status in ("ok", "stopped") else 1
-        threading.Thread(target=self._cut, name="nbaccel-exit", daemon=True).start()
+        _thread.start_new_thread(self._cut, ())  # as the death watch
         if self._code:
             # Handlers that ask how the process ended (wandb does) look here.
             sys.last_type, sys.last_value = RuntimeError, RuntimeError("the rank failed")

@@ -7,6 +7,7 @@ gauges have to be read and the memory sampled (`MemoryMeter`).
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import functools
 import os
@@ -77,6 +78,7 @@ class Reporter:
         self._gauges: list[Gauge] = []
         self._is_wanted = threading.Event()
         self._is_written = threading.Event()
+        self._is_over = threading.Event()
         self._is_at_work = threading.Event()
         self._is_at_work.set()
         self._memory = MemoryMeter()
@@ -108,8 +110,7 @@ class Reporter:
         """Begin to read, in a thread. Called in the process whose events these are."""
         _silence_in_children(self)
         exchange_clock.begin()
-        self._thread = threading.Thread(target=self._run, name="nbaccel-telemetry", daemon=True)
-        self._thread.start()
+        _thread.start_new_thread(self._run, ())  # a `Thread` copies some 30 pages of the kernel's
 
     def __call__(self, event: Event) -> None:
         self._routes.get(type(event), self._record)(event)
@@ -124,8 +125,13 @@ class Reporter:
     def flush(self) -> None:
         """Write all reports so far, and the present state of gauges and memory. It waits a second at most.
 
-        The thread does it: reading a tensor would wait for ever if the device waits for a rank that is gone.
+        The thread does it where there is something of a device to read: that would wait for ever if the device waits
+        for a rank that is gone.
         """
+        if not (self._losses or self._metrics or self._gauges or _uses_cuda()):
+            self._write(self._memory.read())
+            self._write(exchange_clock.read())
+            return
         self._is_written.clear()
         self._is_wanted.set()
         self._is_written.wait(_PATIENCE_S)
@@ -156,7 +162,7 @@ class Reporter:
         self.flush()
         self._is_closed = True
         self._is_wanted.set()
-        self._thread.join(_PATIENCE_S)
+        self._is_over.wait(_PATIENCE_S)
         self._fall_silent()
 
     def _run(self) -> None:
@@ -176,6 +182,7 @@ class Reporter:
             if is_wanted:
                 self._write(exchange_clock.read())
                 self._is_written.set()
+        self._is_over.set()
 
     def _fall_silent(self) -> None:
         self._record = self.enter_step = _nothing

@@ -6,13 +6,14 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from nbaccel.base.events import Loss, Metric
+from nbaccel.base.events import Loss, Memory, Metric
 from nbaccel.launching.ipc.ring import RingReader, RingWriter, make_ring
 from nbaccel.launching.ipc.telemetry import RecordReader
 from nbaccel.launching.rank import reporter as under_test
@@ -53,14 +54,14 @@ class Driver:
 
     def __init__(self) -> None:
         self.opened: list[str] = []
-        self.asked: list[tuple[str, int]] = []
+        self.asked: list[tuple[bool, int]] = []
 
     def open(self, name: str) -> Driver:
         self.opened.append(name)
         return self
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
-        self.asked.append((threading.current_thread().name, mode._obj.value))
+        self.asked.append((threading.get_ident() == threading.main_thread().ident, mode._obj.value))
         return 0
 
 
@@ -75,7 +76,7 @@ def test_the_thread_leaves_graphs_alone_that_the_program_captures_once_there_is_
     rank.heard(Loss)
     rank.heard(Loss)
     assert driver.opened.count("libcuda.so.1") == 1  # NVML is opened as well, where torch is built for CUDA
-    assert driver.asked == [("nbaccel-telemetry", 1)]
+    assert driver.asked == [(False, 1)]
 
 
 def test_a_cuda_that_is_not_nvidias_is_as_it_was(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +87,13 @@ def test_a_cuda_that_is_not_nvidias_is_as_it_was(rank: Rank, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     rank.reporter(Loss(0.5, 3))
     assert rank.heard(Loss) == [Loss(0.5, 3)]
+
+
+def test_a_rank_without_values_of_a_device_reports_its_memory_without_the_thread(rank: Rank) -> None:
+    rank.reporter.rest()  # the thread does nothing, and who waited for it would do so for a second
+    began = time.process_time(), time.monotonic()
+    assert len(rank.heard(Memory)) == 1
+    assert time.monotonic() - began[1] < 0.5 + time.process_time() - began[0]
 
 
 class Stream:

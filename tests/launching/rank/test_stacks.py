@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -33,12 +34,14 @@ def test_a_handler_that_the_notebook_has_for_the_signal_is_kept_in_its_ranks() -
 def test_a_rank_has_two_threads_of_the_project_beside_its_program() -> None:
     """Each costs a stack, and pages of the kernel that are copied for it."""
 
-    def threads() -> set[str]:
-        return {each.name for each in threading.enumerate() if each is not threading.main_thread()}
+    def threads() -> tuple[int, set[str]]:
+        time.sleep(0.3)  # until they run: nobody waits for that
+        known = {each.name for each in threading.enumerate() if each is not threading.main_thread()}
+        return len(sys._current_frames()) - 1, known
 
-    of_lost_threads = "nbaccel-lost-threads"  # only where the process of the tests has other threads
-    found = launch(threads, 1, start_method="fork").value - {of_lost_threads}
-    assert found == {"nbaccel-death-watch", "nbaccel-telemetry"}
+    count, known = launch(threads, 1, start_method="fork").value
+    assert known <= {"nbaccel-lost-threads"}  # only where the process of the tests has other threads
+    assert count == 2 + len(known)
 
 
 def test_the_death_watch_answers_every_question() -> None:
