@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "PLAIN",
     "CannotWrite",
     "Change",
     "Entries",
@@ -21,6 +22,9 @@ __all__ = [
     "Step",
     "Write",
 ]
+
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+"""Types whose objects have no parts, and that a pickle writes by themselves."""
 
 Step = tuple[str, Any]
 """The step from an object to one of its parts: the kind of part, and which one."""

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from nbaccel.namespace.kind import PLAIN
+
 __all__ = [
     "bytes_by_sharing",
     "met_in",
@@ -73,7 +75,7 @@ def size_of(value: Any) -> int:
         >>> size_of(b"x" * 1000) >= 1000
         True
     """
-    return round(_weighed(value, _MOST_SECONDS))
+    return value.__sizeof__() if type(value) in PLAIN else round(_weighed(value, _MOST_SECONDS))
 
 
 def sizes_of(values: Mapping[str, Any]) -> dict[str, int]:

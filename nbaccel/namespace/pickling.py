@@ -20,6 +20,7 @@ import cloudpickle
 
 from nbaccel.namespace.arrays import Values, is_as_it_lies
 from nbaccel.namespace.event_files import reduce_writer
+from nbaccel.namespace.kind import PLAIN
 from nbaccel.namespace.reductions import (
     attributes_of_tensor,
     globals_of_module,
@@ -115,7 +116,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     def dump_names(self, values: Mapping[str, Any]) -> None:
         """Pack `values` as one dict, and record the name of the one being packed."""
         with depth_bounded():
-            self.dump({name: _Named(name, value) for name, value in values.items()})
+            # A plain value has no parts, and nothing to refuse: a rank would copy a hundred pages to find that out.
+            self.dump({name: value if type(value) in PLAIN else _Named(name, value) for name, value in values.items()})
 
     def add_rows(self) -> None:
         """Send this rank's rows of all sharded tensors after the pickle."""

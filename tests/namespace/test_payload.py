@@ -27,6 +27,7 @@ from nbaccel import Accelerator
 from nbaccel.errors import CannotSend
 from nbaccel.namespace.nbytes import size_of
 from nbaccel.namespace.payload import Payload, pack, pack_what_can_travel, unpack, unpack_what_can_be_rebuilt
+from nbaccel.namespace.pickling import Packer
 
 
 def travel(values: dict[str, Any], **there: Any) -> dict[str, Any]:
@@ -41,6 +42,17 @@ def travel(values: dict[str, Any], **there: Any) -> dict[str, Any]:
         return came
     finally:
         os.close(payload.fd)
+
+
+def test_plain_values_travel_without_a_search_for_what_they_lead_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks mostly return a loss or nothing, and would copy pages to find that it has no parts."""
+
+    def refuse(packer: Packer, obj: Any) -> Any:
+        raise AssertionError(f"{obj!r} was looked at")
+
+    plain = {"nothing": None, "loss": 0.5, "steps": 3, "is_best": True, "name": "a", "bytes": b"b"}
+    monkeypatch.setattr(Packer, "reducer_override", refuse)
+    assert travel(plain) == plain
 
 
 def in_child(answer: Callable[[], Any]) -> Any:

@@ -12,6 +12,7 @@ from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.rank_part import RankPart
 from nbaccel.launching.ipc.spec import Results
 from nbaccel.launching.rank.lifetime import SPOILT, CutWatch
+from nbaccel.namespace.kind import PLAIN
 from nbaccel.namespace.sharded_tensors import RowsReport, ShardedTensors, is_sharded
 
 __all__ = ["ShardedResults", "sharded_tensors"]
@@ -61,7 +62,10 @@ def sharded_tensors(results: Results, world_size: int) -> ShardedTensors | None:
     """
     if results.places is not None:
         return None
-    return ShardedTensors(dict(sorted({**results.parts, **results.values}.items())), world_size)
+    values = {**results.parts, **results.values}
+    return ShardedTensors(
+        {name: values[name] for name in sorted(values) if type(values[name]) not in PLAIN}, world_size
+    )
 
 
 def _steps_shards(optimizer: Any) -> bool:

@@ -22,7 +22,7 @@ from nbaccel.launching.rank.separate_trainings import sequence_number
 from nbaccel.launching.rank.sharded_results import sharded_tensors
 from nbaccel.launching.rank.stack_snapshot import CallLog, is_data, left_behind, scenes
 from nbaccel.namespace.inventory import ObjectPlace
-from nbaccel.namespace.kind import Change
+from nbaccel.namespace.kind import PLAIN, Change
 from nbaccel.namespace.payload import pack_what_can_travel
 
 __all__ = ["TaskReport"]
@@ -66,9 +66,11 @@ class TaskReport:
         values = {f"out:{name}": value for name, value in results.values.items()}
         changes = {f"change:{number}": change for number, change in enumerate(results.changes)}
         home = None if task is None else task.home
+        packed = values | changes | ({} if error is None else {"error": error})
+        leads_on = any(type(each) not in PLAIN for each in packed.values())
         payload, refused = pack_what_can_travel(
-            values | changes | ({} if error is None else {"error": error}),
-            by_reference={} if task is None else task.by_reference(),
+            packed,
+            by_reference=task.by_reference() if task is not None and leads_on else {},
             namespace=None if task is None else task.namespace,
             as_written=True,
             places=results.places,
