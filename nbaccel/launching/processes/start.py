@@ -120,11 +120,14 @@ class ForkStart:
         def fork_all() -> None:
             try:
                 caller.enter()
-                inherited = _Inherited.now(boots, [*self._resource_fds, *kernel_fds])
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                inherited = _Inherited.now(boots, [*self._resource_fds, *kernel_fds], collects)
                 with contextlib.ExitStack() as opened:
                     files = [opened.enter_context(self._files.opened_anew()) for _ in boots]
                     # All before the first fork, behind which each page that the kernel writes to is copied.
-                    ranks = [_ForkedRank.of(boot, inherited, files, self._files.written) for boot in boots]
+                    ranks = [
+                        _ForkedRank.of(index, inherited, files, self._files.written) for index in range(len(boots))
+                    ]
                     for each in ranks:  # after the last fork, or one that fails
                         opened.callback(each.rank.release)
                     for each in ranks:
@@ -133,10 +136,12 @@ class ForkStart:
                 failures.append(error)
 
         _flush_open_files(self._files.written)
+        collects = gc.isenabled()
         caller = CallingThread.capture()
         # A child of a thread that has run OpenMP waits for its pool:
         # https://github.com/pytorch/pytorch/issues/58962.
-        with _quiet_tokenizers(), CallingThread.kept_local_values():
+        # A collection between two forks would copy the pages of all that it looks at.
+        with _quiet_tokenizers(), CallingThread.kept_local_values(), no_collections():
             thread = threading.Thread(target=caller.context.run, args=(fork_all,), name="nbaccel-fork")
             thread.start()
             thread.join()
@@ -161,6 +166,7 @@ class _Inherited:
         threads: Threads that user code may wait for, see `LostThreads`.
         kept: Objects that would close or delete something if a rank released them.
         replaced: See `leave_debugger`.
+        collects: Whether the garbage collector is on in the kernel.
     """
 
     boots: Sequence[WorkerBoot]
@@ -171,9 +177,10 @@ class _Inherited:
     threads: Sequence[threading.Thread]
     kept: Sequence[Any]
     replaced: Sequence[tuple[dict[str, Any], str, Any]]
+    collects: bool
 
     @classmethod
-    def now(cls, boots: Sequence[WorkerBoot], close_fds: Sequence[int]) -> _Inherited:
+    def now(cls, boots: Sequence[WorkerBoot], close_fds: Sequence[int], collects: bool) -> _Inherited:
         """Find it. Called in the thread that forks."""
         return cls(
             boots,
@@ -184,6 +191,7 @@ class _Inherited:
             threads_of_the_notebook(),
             what_closes_itself(),
             what_it_replaced(),
+            collects,
         )
 
 
@@ -202,32 +210,33 @@ class _ForkedRank:
 
     @classmethod
     def of(
-        cls, boot: WorkerBoot, inherited: _Inherited, files: Sequence[Mapping[int, int]], written: Sequence[Any]
+        cls, index: int, inherited: _Inherited, files: Sequence[Mapping[int, int]], written: Sequence[Any]
     ) -> _ForkedRank:
         """Make the rank of a boot record.
 
         Args:
+            index: That of the record.
             files: See `take_places`, by rank.
             written: See `Rank`.
         """
+        boot, own_files = inherited.boots[index], files[index]
         own = {getattr(boot, name) for name in WorkerBoot.FDS}
         others = {getattr(other, name) for other in inherited.boots for name in WorkerBoot.FDS} - own
-        own_files = files[inherited.boots.index(boot)]
         of_others = [number for fresh in files if fresh is not own_files for number in fresh.values()]
         return cls(Rank(boot, written), own_files, [*inherited.close_fds, *others, *of_others])
 
 
 def _fork(forked: _ForkedRank, task: Task, inherited: _Inherited) -> WorkerProcess:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Fork a rank. In the thread that calls it SIGINT is blocked; the garbage collector is off."""
     _share_resource_tracker()
-    with no_collections():
-        pid = fork()
-        if pid == 0:
+    pid = fork()
+    if pid == 0:
+        try:
             # Python advises this in the kernel, https://github.com/python/cpython/pull/3705:
             # why not, `no_collections` says.
             gc.freeze()  # a collection would write to all objects of the notebook, and so copy their pages
-    if pid == 0:
-        try:
+            if inherited.collects:
+                gc.enable()
             leave_debugger(inherited.replaced)
             if inherited.main_thread is not None:
                 inherited.main_thread.become()
