@@ -226,9 +226,13 @@ class Survey:
 
 
 def _tpu(env: Mapping[str, str], root: Path) -> str:
-    devices = sorted((root / "dev").glob("accel[0-9]*"))
+    try:
+        names = os.listdir(f"{root}/dev")
+    except OSError:
+        names = []
+    devices = sorted(name for name in names if name.startswith("accel") and name[5:6].isdigit())
     told = [name for name in _VARIABLES_OF_TPUS if env.get(name)]
-    return f"/dev/{devices[0].name}" if devices else told[0] if told else ""
+    return f"/dev/{devices[0]}" if devices else told[0] if told else ""
 
 
 def best_precision(gpu: Gpu | None) -> tuple[str, str]:

@@ -32,6 +32,7 @@ __all__ = [
     "WHOLE",
     "RunSettings",
     "installed_strategies",
+    "may_change_loops",
     "wrong_precision",
 ]
 
@@ -235,6 +236,11 @@ class RunSettings:
             dynamo_use_dynamic=flag("ACCELERATE_DYNAMO_USE_DYNAMIC"),
             dynamo_use_regional_compilation=flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
         )
+
+
+def may_change_loops() -> bool:
+    """Return whether this process has a variable by which its settings may have `changes_loops`; asked in each rank."""
+    return any(name in os.environ for name in ("NBACCEL_RAW_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"))
 
 
 def installed_strategies() -> tuple[str, ...]:

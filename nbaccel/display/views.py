@@ -195,8 +195,9 @@ def runs_unattended(platform: Platform, parent: int | None = None, root: Path = 
     if platform is Platform.KAGGLE_BATCH:
         return True
     try:
-        command = (root / "proc" / str(parent or os.getppid()) / "cmdline").read_bytes().decode(errors="replace")
+        with open(f"{root}/proc/{parent or os.getppid()}/cmdline", "rb", buffering=0) as file:
+            command = file.read().decode(errors="replace")
     except OSError:  # no Linux
         return False
-    words = [Path(word).name for word in command.split("\0")[:4]]  # python -m nbconvert --execute
+    words = [os.path.basename(word) for word in command.split("\0")[:4]]  # python -m nbconvert --execute
     return any(name in word for word in words for name in _UNATTENDED)

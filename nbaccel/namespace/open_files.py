@@ -118,8 +118,8 @@ class FilesOfRanks:
         if not (all_are_wanted or _may_lead_to(behind, {each.number for each in read})):
             read = []
         logged = [getattr(reference(), "stream", None) for reference in list(logging._handlerList)]  # type: ignore[attr-defined]
-        logged = [file for file in logged if not _is_of_the_server(file)]
-        files = {id(file): file for file in (*(obj for _, obj in behind.found), *logged) if _is_written(file)}
+        logged = [file for file in logged if _is_written(file) and not _is_of_the_server(file)]
+        files = {id(file): file for file in (*(obj for _, obj in behind.found if _is_written(obj)), *logged)}
         return cls(read, list(files.values()))
 
     @contextmanager

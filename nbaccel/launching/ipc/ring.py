@@ -38,6 +38,7 @@ _FIRST_NUMBER = struct.Struct(f"@Q{_SLOT.size - _NUMBER.size}x")  # of a slot: w
 _LAST_NUMBER = struct.Struct(f"@{_SLOT.size - _NUMBER.size}xQ")  # written when all the rest is there
 _SLOTS = 8192  # 4 s of 2000 records; 1 MiB, shared with the kernel
 _SLOTS_PER_COPY = 512
+_SLOTS_OF_A_LOOK = 32  # a page: most often there are a few records, and memory that nobody has touched yet costs
 _LOOK_AHEAD = 64  # slots in which a record shows that the one before it will not come
 _HEAD_START = 64  # slots that a rank may fill while the reader that it has overtaken finds its place again
 
@@ -155,7 +156,7 @@ class RingReader:
         """
         taken = 0
         while taken < self._slots:
-            slots = self._take()
+            slots = self._take(_SLOTS_PER_COPY if taken else _SLOTS_OF_A_LOOK)
             taken += len(slots)
             for _, at, step, value, kind, size, part, after, text, _ in slots:
                 if not part and not after:
@@ -165,10 +166,10 @@ class RingReader:
             if not slots and not self._gave_up_one(is_last):
                 return
 
-    def _take(self) -> list[_Slot]:
+    def _take(self, most: int) -> list[_Slot]:
         """Return copies of the available slots, in a row from the next one on; the rank may overwrite the slots."""
         first, start = self._next, self._next % self._slots
-        count = self._in_a_row(_LAST_NUMBER, first, min(_SLOTS_PER_COPY, self._slots - start))
+        count = self._in_a_row(_LAST_NUMBER, first, min(most, self._slots - start))
         block = self._map[start * _SLOT.size : (start + count) * _SLOT.size]
         count = self._in_a_row(_FIRST_NUMBER, first, count)  # fewer: the rank has wrapped around during the copy
         self._next += count

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from nbaccel.base.hardware import Gpu
 from nbaccel.base.quantities import number_spans, plural
-from nbaccel.base.settings import OOM_CHOICES, STOP, RunSettings
+from nbaccel.base.settings import OOM_CHOICES, STOP, RunSettings, may_change_loops
 from nbaccel.base.world import World
 from nbaccel.errors import FeatureMissing, LaunchRefused
 from nbaccel.features import feature
@@ -57,7 +57,7 @@ def set_up(setup: str | None, task: Task) -> TaskWatch | None:
         binds = {} if task.binds_accelerator else {"binds_accelerator": False}
         found: TaskWatch | None = load_named(setup)(task.namespace, **binds)
         return found
-    if not RunSettings.from_env().changes_loops:
+    if not (may_change_loops() and RunSettings.from_env().changes_loops):
         return None
     with suppress(FeatureMissing):  # then the flag holds for what is prepared
         changing: TaskWatch = feature("loops of a launched function")(task.namespace)

@@ -61,7 +61,7 @@ def what_it_replaced() -> list[tuple[dict[str, Any], str, Any]]:
     if "_pydev_bundle.pydev_monkey" not in sys.modules:
         return []
     found: list[tuple[dict[str, Any], str, Any]] = []
-    for name in _PATCHED:
+    for name in _PATCHED if hasattr(os, f"{_ORIGINAL}fork") else ():  # it replaces all of them, or none
         functions = vars(sys.modules.get(name, os))
         originals = [each for each in list(functions) if each.startswith(_ORIGINAL)]
         found += [(functions, each.removeprefix(_ORIGINAL), functions[each]) for each in originals]

@@ -110,9 +110,12 @@ class Interrupts:
             signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
 
 
+_OTHER_SIGNALS = tuple(signal.valid_signals() - {signal.SIGINT, signal.SIGTERM})
+
+
 def _handlers() -> dict[int, Callable[[int, Any], Any]]:
     """Return the handlers of signals that are Python functions, without those that have another meaning in a run."""
-    found = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGINT, signal.SIGTERM}}
+    found = {number: signal.getsignal(number) for number in _OTHER_SIGNALS}
     return {number: handler for number, handler in found.items() if callable(handler)}
 
 
