@@ -44,6 +44,8 @@ _TABLE = {  # "module:object", below this package
     "%accelerate memory": "reports.memory_report:report_of_memory",
     "%accelerate why": "reports.why:why_report",
     "the form of %accelerate config": "reports.form:Form",
+    "the table of %accelerate config": "reports.choices:overview",
+    "the batch size of the notebook's loaders": "reports.choices:batch_size_of",
     "%accelerate estimate": "batch_size.command:estimate_report",
     "%accelerate export": "export.export_command:export_script",
     "%accelerate runs": "runs.runs:show_runs",

@@ -18,13 +18,13 @@ from IPython.core.error import UsageError
 
 from nbaccel.base.hardware import Survey
 from nbaccel.base.world import World, is_notebook_kernel
-from nbaccel.errors import FeatureMissing
+from nbaccel.errors import LaunchRefused
 from nbaccel.features import feature
 from nbaccel.launching.ipc.user_code import cell_name
-from nbaccel.notebook.choices import batch_size_of, next_cell, overview
+from nbaccel.launching.plan import choose_precision, devices_of, refuse_a_crowd
 from nbaccel.notebook.session import LastRun, Session
 from nbaccel.options.parsing import SAVE
-from nbaccel.options.run_options import RunOptions
+from nbaccel.options.run_options import AUTO, RunOptions
 
 if TYPE_CHECKING:
     from nbaccel.features.reports.form import Form
@@ -35,6 +35,7 @@ __all__ = [
     "ConfigCommand",
     "bare",
     "commands_of",
+    "next_cell",
 ]
 
 
@@ -232,16 +233,15 @@ class ConfigCommand:
         """Display the form, or print the same as text."""
         session = self._session
         session.configured()  # prints the choices of the file, or raises if it is wrong
-        batch_size = batch_size_of(session.shell.user_ns)
+        batch_size = feature("the batch size of the notebook's loaders")(session.shell.user_ns)
         missing = ""
         if is_notebook_kernel():
             try:
                 return self._formed(batch_size).show()
-            except FeatureMissing as error:
-                missing = f"\n({error})"
             except ModuleNotFoundError as error:
                 missing = f"\n({error.name} is not installed: with it, this is a form)"
-        session.say(overview(session.configuration, session.survey(), batch_size) + missing)
+        table = feature("the table of %accelerate config")(session.configuration, session.survey(), batch_size)
+        session.say(table + missing)
 
     def _formed(self, batch_size: int) -> Form:
         if self._form is None:
@@ -266,3 +266,23 @@ def _status_line(survey: Survey, config: RunOptions, last_run: LastRun | None, s
         no run yet
     """
     return f"next cell: {stay or next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
+
+
+_AS_WRITTEN = "an unmodified one computes and steps as it is written"
+
+
+def next_cell(survey: Survey, config: RunOptions) -> str:
+    """Return the devices and settings of a cell without flags, or why it would be refused."""
+    try:
+        devices = devices_of(config, survey)
+        refuse_a_crowd(devices.num_processes, survey)
+        precision, reason = choose_precision(config.mixed_precision, devices)
+    except LaunchRefused as error:
+        return f"refused as configured ({error})"
+    why = f" ({reason})" if reason else ""
+    strategy = "" if config.strategy in (None, AUTO) else f", strategy {config.strategy}"
+    prepared = f"precision {precision}{why}, accumulate {config.accumulate or 1}{strategy}"
+    chosen = [f"precision {precision}"] if config.mixed_precision is not None and precision != "no" else []
+    chosen += [f"accumulate {config.accumulate}"] if (config.accumulate or 1) > 1 else []
+    unmodified = f"an unmodified one: {', '.join(chosen)}" if chosen else _AS_WRITTEN
+    return f"{devices}; a prepared loop: {prepared}; {unmodified}"

@@ -161,18 +161,6 @@ def test_status_says_what_the_next_cell_would_run_on_and_how_the_last_went(plann
     assert "refused as configured (--devices 3: there is no GPU '3'" in planned.run("%accelerate").stdout
 
 
-def test_configuration_is_shown(planned: Any) -> None:
-    assert planned.run("%accelerate config seed=3").stdout == "seed=3\n"
-    shown = planned.run("%accelerate config").stdout
-    assert shown.startswith("what the next %%accelerate cells use; %accelerate config KEY=VALUE")
-    assert "  seed             3\n" in shown
-    assert planned.run("%accelerate config seed=").stdout == "nothing is set\n"
-
-
-def test_a_panel_is_the_same_outside_a_kernel_and_loads_the_extension(planned: Any) -> None:
-    assert planned.run("import nbaccel; nbaccel.panel()").stdout == planned.run("%accelerate config").stdout
-
-
 def test_a_list_of_settings_may_have_blanks(planned: Any) -> None:
     assert planned.run("%accelerate config out=model, history seed=3").stdout == "out=model,history seed=3\n"
 

@@ -20,15 +20,13 @@ from IPython.display import display
 from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import SHRINK
 from nbaccel.errors import LaunchRefused
-from nbaccel.launching.plan import refuse_a_crowd
-from nbaccel.notebook.choices import (
+from nbaccel.features.reports.choices import (
     OF_PREPARED,
     OF_WHICH,
     Offer,
     checkpoint_intervals,
     effective_batch_size,
     memory_policies,
-    next_cell,
     overview,
     precisions,
     process_counts,
@@ -36,6 +34,8 @@ from nbaccel.notebook.choices import (
     strategies,
     world_size,
 )
+from nbaccel.launching.plan import refuse_a_crowd
+from nbaccel.notebook.commands import next_cell
 from nbaccel.options.configuration import Configuration
 from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions

@@ -15,7 +15,7 @@ from nbaccel.base.hardware import Survey, best_precision
 from nbaccel.base.settings import FSDP, PRECISIONS, SHRINK, STOP
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching.ipc.spec import Devices
-from nbaccel.launching.plan import choose_precision, devices_of, refuse_a_crowd
+from nbaccel.launching.plan import choose_precision, devices_of
 from nbaccel.options.configuration import Configuration
 from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions
@@ -28,7 +28,6 @@ __all__ = [
     "checkpoint_intervals",
     "effective_batch_size",
     "memory_policies",
-    "next_cell",
     "overview",
     "precisions",
     "process_counts",
@@ -196,23 +195,3 @@ def _is_refused(precision: str, devices: Devices) -> bool:
     except LaunchRefused:
         return True
     return False
-
-
-_AS_WRITTEN = "an unmodified one computes and steps as it is written"
-
-
-def next_cell(survey: Survey, config: RunOptions) -> str:
-    """Return the devices and settings of a cell without flags, or why it would be refused."""
-    try:
-        devices = devices_of(config, survey)
-        refuse_a_crowd(devices.num_processes, survey)
-        precision, reason = choose_precision(config.mixed_precision, devices)
-    except LaunchRefused as error:
-        return f"refused as configured ({error})"
-    why = f" ({reason})" if reason else ""
-    strategy = "" if config.strategy in (None, AUTO) else f", strategy {config.strategy}"
-    prepared = f"precision {precision}{why}, accumulate {config.accumulate or 1}{strategy}"
-    chosen = [f"precision {precision}"] if config.mixed_precision is not None and precision != "no" else []
-    chosen += [f"accumulate {config.accumulate}"] if (config.accumulate or 1) > 1 else []
-    unmodified = f"an unmodified one: {', '.join(chosen)}" if chosen else _AS_WRITTEN
-    return f"{devices}; a prepared loop: {prepared}; {unmodified}"

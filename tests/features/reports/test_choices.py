@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nbaccel.base.hardware import Gpu, Survey
-from nbaccel.notebook.choices import batch_size_of, overview, precisions, process_counts, strategies, world_size
+from nbaccel.features.reports.choices import batch_size_of, overview, precisions, process_counts, strategies, world_size
 from nbaccel.options.configuration import ConfigFile, Configuration
 from nbaccel.options.run_options import RunOptions
 
@@ -133,3 +134,15 @@ def test_the_overview_says_what_the_form_shows(tmp_path: Path) -> None:
     ]
     configuration.change(["accumulate=", "seed=3"])
     assert "  accumulate       1 batch per optimizer step\n  seed             3\n" in overview(configuration, CPU, 8)
+
+
+def test_configuration_is_shown(planned: Any) -> None:
+    assert planned.run("%accelerate config seed=3").stdout == "seed=3\n"
+    shown = planned.run("%accelerate config").stdout
+    assert shown.startswith("what the next %%accelerate cells use; %accelerate config KEY=VALUE")
+    assert "  seed             3\n" in shown
+    assert planned.run("%accelerate config seed=").stdout == "nothing is set\n"
+
+
+def test_a_panel_is_the_same_outside_a_kernel_and_loads_the_extension(planned: Any) -> None:
+    assert planned.run("import nbaccel; nbaccel.panel()").stdout == planned.run("%accelerate config").stdout
