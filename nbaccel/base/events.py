@@ -4,10 +4,10 @@
 state in nbaccel: one plain object, because threads do not inherit context variables.
 
 Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `CallEntered`, `CallsEnded`,
-`SaveDue`, `SaveAsked`, `SavesItself`, `SavingAtStop`, `TimeLimit`, `CollectiveEntered`, `ExchangeLeft`, `GroupRenewed`,
-`Waiting`, `Gauge`. All others are sent: a launcher passes them to the kernel, whose `Listener`s receive them. A sent
-event holds numbers, strings and None, in mappings and lists if needed; a tensor in `Loss` or `Metric` arrives as a
-number.
+`SaveDue`, `SaveAsked`, `SavesItself`, `SavingAtStop`, `Writing`, `TimeLimit`, `CollectiveEntered`, `ExchangeLeft`,
+`GroupRenewed`, `Waiting`, `Gauge`. All others are sent: a launcher passes them to the kernel, whose `Listener`s receive
+them. A sent event holds numbers, strings and None, in mappings and lists if needed; a tensor in `Loss` or `Metric`
+arrives as a number.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ __all__ = [
     "TimeLimit",
     "TrainingMode",
     "Waiting",
+    "Writing",
     "emit",
     "outlet",
     "reports",
@@ -430,6 +431,19 @@ class SavingAtStop(Event):
 
     Args:
         is_over: Whether it has finished.
+    """
+
+    is_over: bool = False
+
+
+@frozen
+class Writing(Event):
+    """This rank writes a checkpoint, or has written it. It needs no other rank for that.
+
+    So a run that ends because another rank has failed lets it finish: the checkpoint is lost otherwise.
+
+    Args:
+        is_over: Whether it has.
     """
 
     is_over: bool = False

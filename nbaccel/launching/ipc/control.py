@@ -29,6 +29,7 @@ from nbaccel.base.events import (
     StepEntered,
     StepsEnded,
     TimeLimit,
+    Writing,
 )
 from nbaccel.errors import RunStopped
 
@@ -86,6 +87,7 @@ _LAID_AT = 80
 _LAID_COUNT = 3
 _HAS_HANDLER_AT = 128  # u8: its program has a handler of SIGINT
 _HAS_HEARD_AT = 129  # u8: that was called
+_IS_WRITING_AT = 130  # u8
 _SUBSTEPS = 1 << 24
 SAVE_GRACE_S = 20.0
 """Seconds for the last checkpoint of a stopped run. Hosted sessions grant about 30 s between SIGTERM and SIGKILL."""
@@ -254,6 +256,13 @@ class ControlPage:
 
     def is_saving(self, rank: int) -> bool:
         return bool(self._map[_HEADER + rank * _SLOT + _IS_SAVING_AT])
+
+    def set_writing(self, rank: int, is_writing: bool) -> None:
+        """Mark whether `rank` writes a checkpoint for which it needs no other rank."""
+        self._map[_HEADER + rank * _SLOT + _IS_WRITING_AT] = is_writing
+
+    def is_writing(self, rank: int) -> bool:
+        return bool(self._map[_HEADER + rank * _SLOT + _IS_WRITING_AT])
 
     def leave(self, rank: int, steps: int) -> None:
         """Mark that `rank` leaves at a step boundary, with `steps` training steps complete."""
@@ -542,6 +551,8 @@ class StepGate:
             self._leave_calls()
         elif isinstance(event, SavingAtStop):
             self._page.set_saving(self._rank, not event.is_over)
+        elif isinstance(event, Writing):
+            self._page.set_writing(self._rank, not event.is_over)
         elif isinstance(event, TimeLimit):
             self._page.limit_time(self._rank, event.at, event.seconds)
             event.take()

@@ -166,9 +166,9 @@ class Abort(ShutdownPolicy):
 
     The others get a moment in which they may fail too, and are then interrupted. Rank 0 gets some time to hand over its
     results if they are wanted. The seconds in which a rank waits for a processor are not counted: which ranks are said
-    to have failed does not depend on what else the machine does. A rank that waits in its device for the failed one
-    does not react to an interrupt, and a rank that has reacted would read its results behind that wait; so the page
-    asks for that wait to be ended.
+    to have failed does not depend on what else the machine does. A rank that writes a checkpoint finishes it first: it
+    would be lost. A rank that waits in its device for the failed one does not react to an interrupt, and a rank that
+    has reacted would read its results behind that wait; so the page asks for that wait to be ended.
     """
 
     _has_cut = False
@@ -189,6 +189,8 @@ class Abort(ShutdownPolicy):
         for member, queued_s in zip(self.members, self._queued_s, strict=True):
             if not member.is_working:
                 member.release(now)
+                continue
+            if self._page.is_writing(member.rank) and now < self.began + _RESULTS_S:
                 continue
             had_s = now - self.began - (member.process.queued_s() - queued_s)
             if had_s > _ALIKE_S:

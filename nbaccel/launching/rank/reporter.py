@@ -43,6 +43,7 @@ from nbaccel.base.events import (
     StepsEnded,
     TimeLimit,
     Waiting,
+    Writing,
     reports,
 )
 from nbaccel.base.exchange_time import exchange_clock
@@ -91,6 +92,7 @@ class Reporter:
             SaveDue: gate,
             SaveAsked: gate,
             SavingAtStop: gate,
+            Writing: gate,
             TimeLimit: gate,
             SavesItself: grace,
             CollectiveEntered: watch,

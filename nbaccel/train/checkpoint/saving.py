@@ -27,6 +27,7 @@ from nbaccel.train.checkpoint.generators import State
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest, Stamp, sync
 from nbaccel.train.checkpoint.save_agreement import Alone, SaveAgreement, Share, delete_dead_agreements
 from nbaccel.train.checkpoint.serialization import shareable_bytes
+from nbaccel.train.checkpoint.writer import written_to_its_end
 from nbaccel.train.distributed.callers import warn_user
 
 __all__ = ["RankSave", "Save", "ShareSave"]
@@ -150,7 +151,7 @@ class RankSave:
 
         if self._blocking:
             return write()
-        self._checkpoints.writer.start(write)
+        self._checkpoints.writer.start(write, is_lone=False)
         return target
 
     def _write_all(self, agreement: Alone) -> None:
@@ -181,11 +182,13 @@ class RankSave:
             self._checkpoints.directory.latest,
             agreement,
         )
+        is_lone = type(agreement) is Alone
         if self._blocking:
             # Hooks may remove weights, before the parts are made of the others.
-            self._complete(save, then, lambda folder: self._run_save_hooks(weights, folder))
+            with written_to_its_end(is_lone):
+                self._complete(save, then, lambda folder: self._run_save_hooks(weights, folder))
         else:
-            self._checkpoints.writer.start(lambda: self._complete(save, then))
+            self._checkpoints.writer.start(lambda: self._complete(save, then), is_lone)
 
     def _staging(self) -> Staging | None:
         """Return the buffers of saves in the background; None for one that is waited for."""

@@ -6,40 +6,50 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from nbaccel.base.events import Writing, emit
 from nbaccel.base.task_end import before_results_leave
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "written_to_its_end"]
 
 
 class Writer:
     """Runs one piece of work at a time in the background; a new one waits until the one before has ended.
 
     A task's results wait for it, so that the record of a run has its last checkpoint, and so does a process that ends
-    regularly; both warn of its error. A pickled copy is idle.
+    regularly; both warn of its error. A task that fails waits for work that needs no other rank. A pickled copy is
+    idle.
 
     Attributes:
         is_awaited: The results of this task wait for it.
+        is_lone: What was started last needs no other rank.
     """
 
     def __init__(self) -> None:
         self.is_awaited = False  # at the end of this task
+        self.is_lone = True
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._pid = 0  # of the process that waits at its end
 
-    def start(self, work: Callable[[], object]) -> None:
+    def start(self, work: Callable[[], object], is_lone: bool = True) -> None:
         """Start `work` in the background, after waiting for the work before.
+
+        Args:
+            is_lone: The work needs no other rank.
 
         Raises:
             The error of the work before; `work` is not started then.
         """
         self.join()
+        self.is_lone = is_lone
 
         def run() -> None:
             try:
-                work()
+                with written_to_its_end(is_lone):
+                    work()
             except Exception as error:
                 self._error = error
 
@@ -89,5 +99,25 @@ def _finish(reference: weakref.ref[Writer]) -> None:
 
 
 def _forget_task(reference: weakref.ref[Writer]) -> None:
-    if (writer := reference()) is not None:  # the ranks of a task that failed end without waiting for each other
-        writer.is_awaited = False
+    if (writer := reference()) is None:
+        return
+    if writer.is_lone:
+        _finish(reference)
+    writer.is_awaited = False  # the ranks of a task that failed end without waiting for each other
+
+
+@contextmanager
+def written_to_its_end(is_lone: bool) -> Iterator[None]:
+    """Around the writing of a checkpoint: if another rank fails meanwhile, it is finished all the same.
+
+    Args:
+        is_lone: It needs no other rank; otherwise nothing is said, since it could not be finished.
+    """
+    if not is_lone:
+        yield
+        return
+    emit(Writing())
+    try:
+        yield
+    finally:
+        emit(Writing(is_over=True))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from mounts import make_read_only, on_small_disk
 from nbaccel import RankDied, launch
 from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 from nbaccel.testing import Faults
+from nbaccel.train.checkpoint import saving
+from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.utils import ProjectConfiguration
 from trainings import Trained
 
@@ -60,6 +63,31 @@ def test_fault_11_sigkill_in_save_state(tmp_path: Path, point: str, passings: tu
         steps.add(step)
     assert steps <= {2, 4}
     assert 2 in steps
+
+
+def fail_while_rank_0_saves(folder: Path, blocking: bool) -> None:
+    training = Trained.start(cpu=True)
+    training.epoch()
+    if is_saving := training.accelerator.is_main_process:
+        write = saving.Save.write
+
+        def slowly(self: saving.Save, *args: Any) -> list[str]:
+            time.sleep(3)
+            return write(self, *args)
+
+        saving.Save.write = slowly  # type: ignore[method-assign]  # of this process, which ends with the run
+    training.accelerator.save_state(folder, blocking=blocking)
+    if not is_saving:
+        raise ValueError("a peer fails")
+    training.accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_save_is_complete_though_another_rank_fails_meanwhile(tmp_path: Path, blocking: bool) -> None:
+    """Rank 0 needs no other rank for it, and would be killed after 0.7 s."""
+    error = launch(fail_while_rank_0_saves, 2, (tmp_path / "last", blocking), cpu=True, check=False).error
+    assert isinstance(error, ValueError)
+    assert Manifest.read(tmp_path / "last").step == 2
 
 
 DAMAGES = {

@@ -221,12 +221,20 @@ def test_the_results_of_a_task_come_although_its_last_save_failed() -> None:
         finish_task()
 
 
-def test_a_task_that_failed_does_not_wait_and_the_next_one_does_again() -> None:
+def test_a_task_that_failed_waits_for_a_save_of_its_own() -> None:
     writer, may_end, written = Writer(), threading.Event(), list[str]()
     writer.start(lambda: may_end.wait(10) and written.append("first"))
+    threading.Timer(0.1, may_end.set).start()
+    forget_task()
+    assert written == ["first"]
+
+
+def test_a_task_that_failed_does_not_wait_for_a_save_of_all_ranks_and_the_next_one_does_again() -> None:
+    writer, may_end, written = Writer(), threading.Event(), list[str]()
+    writer.start(lambda: may_end.wait(10) and written.append("first"), is_lone=False)
     forget_task()
     assert written == []
     may_end.set()
-    writer.start(lambda: written.append("second"))
+    writer.start(lambda: written.append("second"), is_lone=False)
     finish_task()
     assert written == ["first", "second"]
