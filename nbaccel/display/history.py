@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from nbaccel.base.events import (
     Checkpoint,
@@ -33,9 +33,12 @@ from nbaccel.base.events import (
     TrainingMode,
 )
 from nbaccel.base.quantities import duration, number, plural
-from nbaccel.display.item_count import ItemCount
 from nbaccel.display.phase import LOSS, PhaseRecord
 from nbaccel.display.series import Line, Series
+from nbaccel.features import feature
+
+if TYPE_CHECKING:
+    from nbaccel.features.map.item_count import ItemCount
 
 __all__ = [
     "History",
@@ -270,7 +273,7 @@ class History:
 
     def _take_items(self, rank: int, at_s: float, event: ItemsDone) -> None:
         if self.items is None:  # of `accelerator.map` in a run that does more than that
-            self.items = ItemCount()
+            self.items = feature("counted items of a map")()
         self.items.take(rank, at_s, event)
 
     def _take_rank_restarted(self, rank: int, at_s: float, event: RankRestarted) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
+from typing import TYPE_CHECKING
 
 from nbaccel.base.quantities import gigabytes, listed, number, rate, ticks
 from nbaccel.display.history import History, Usage
-from nbaccel.display.item_count import ItemCount
 from nbaccel.display.series import Line, are_equal
 from nbaccel.display.splits import plots_of, smoothed
 from nbaccel.display.summary import (
@@ -30,6 +30,9 @@ from nbaccel.display.summary import (
     where,
 )
 from nbaccel.display.svg import STYLE, Scale, colour, dashes, plot
+
+if TYPE_CHECKING:
+    from nbaccel.features.map.item_count import ItemCount
 
 __all__ = [
     "SIGNS",

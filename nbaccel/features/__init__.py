@@ -26,6 +26,8 @@ _TABLE = {  # "module:object", below this package
     "--check": "check.cell_mode:CheckMode",
     "--speed": "speed.cell_mode:SpeedMode",
     "--nodes": "cluster.cell_mode:NodesMode",
+    # parts of the history of a run
+    "counted items of a map": "map.item_count:ItemCount",
     # values of flags
     "the values of --sweep": "sweep.swept_values:cut_out",
     "a value of --sweep": "sweep.swept_values:read_swept",

@@ -23,7 +23,6 @@ from nbaccel.base.notices import briefly, without_our_frames
 from nbaccel.base.quantities import duration, plural, rate, seconds_of
 from nbaccel.base.settings import STOP, RunSettings
 from nbaccel.base.world import World
-from nbaccel.display.item_count import ItemCount
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import CannotSave, CannotSend, LaunchRefused, NestedLaunch
 from nbaccel.features.background.background_run import (
@@ -33,6 +32,7 @@ from nbaccel.features.background.background_run import (
     why_not_in_the_background,
 )
 from nbaccel.features.map import Answers, MapJob
+from nbaccel.features.map.item_count import ItemCount
 from nbaccel.features.map.later_answers import FinishedMap, LaterAnswers
 from nbaccel.features.map.map_job import as_items
 from nbaccel.launching.api import keep_run, planned, show_run
