@@ -6,14 +6,13 @@ Drives kernels, and touches no device in its own process. On ``cpu`` the same ce
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from gpu.facts import fact
-from kernel.harness import Cell, RealKernel
+from kernel.harness import RealKernel
 from nbaccel.base.hardware import Survey
 
 __all__ = [
@@ -150,13 +149,9 @@ def begin(kernel: RealKernel, device: str, history: History = HISTORIES["clean"]
         kernel.do(history.code, _CELL_S)
 
 
-def start_of(cell: Cell) -> str:
-    """How the ranks of a cell have started in the end."""
-    if "zygote" in cell.text:
-        return "zygote"
-    found = re.search(r"\b(fork|inline),", cell.text)
-    assert found, f"no start method is said\n{cell.text}"
-    return found[1]
+def last_start(kernel: RealKernel) -> str:
+    """How the ranks of the last run have started in the end."""
+    return str(kernel.value("__import__('nbaccel').last_run.start_method"))
 
 
 def trained(kernel: RealKernel, name: str, device: str, flags: str = "", tell: Callable[..., None] = fact) -> Trained:
@@ -166,11 +161,12 @@ def trained(kernel: RealKernel, name: str, device: str, flags: str = "", tell: C
     began = time.monotonic()
     cell = kernel.do(f"{line(device, flags)}\n{history.loop}", _CELL_S)
     tell("first_run_s", round(time.monotonic() - began, 2), "s")
-    tell("start", start_of(cell))
+    start = last_start(kernel)
+    tell("start", start)
     assert history.says in cell.text, cell.text
     losses = kernel.value("history")
     kernel.do(f"device = 'cpu'\n{MAKE}\n{history.first}\n{LOOP}")
-    told = Trained(start_of(cell), losses, kernel.value("history"), cell.text)
+    told = Trained(start, losses, kernel.value("history"), cell.text)
     tell("off", told.off)
     return told
 
@@ -179,10 +175,10 @@ def inline(kernel: RealKernel, device: str, tell: Callable[..., None] = fact) ->
     """In the notebook's own process; the device can be used there as before."""
     begin(kernel, device, TENSOR_HISTORY)
     cell = kernel.do(f"{line(device, '--start inline', ranks=1)}\n{LOOP}", _CELL_S)
-    losses = kernel.value("history")
+    start, losses = last_start(kernel), kernel.value("history")
     assert kernel.value("(on_device + 1).sum().item()") == 6
     kernel.do(f"device = 'cpu'\n{MAKE}\n{LOOP}")
-    told = Trained(start_of(cell), losses, kernel.value("history"), cell.text)
+    told = Trained(start, losses, kernel.value("history"), cell.text)
     tell("off", told.off)
     return told
 
