@@ -34,7 +34,7 @@ def is_run(cell: Any) -> bool:
     return bool(cell.cell_type == "code" and line.startswith(MAGIC) and not {"--check", "--speed"} & set(line.split()))
 
 
-NAMES = sorted(path.name for path in EXECUTED if MAGIC in path.read_text(encoding="utf-8"))
+NAMES = sorted(path.name for path in EXECUTED if any(map(is_run, nbformat.read(path, as_version=4).cells)))
 
 
 def checked(cell: Any) -> Any:
