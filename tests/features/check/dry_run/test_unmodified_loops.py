@@ -22,7 +22,7 @@ from train.raw_loop.loops import LOOPS, Loop
 
 
 def ran(folder: Path, loop: Loop) -> list[int] | str:
-    """Return how many batches each pass has given, or the error by which the loop is refused."""
+    """Return how many batches each pass has given, none where it starts again; or the error that refuses the loop."""
     training = RawLoopTraining(current_world(), RunSettings())
     training.begin({})
     run = DryRun(folder, begins_whole=True)
@@ -34,7 +34,7 @@ def ran(folder: Path, loop: Loop) -> list[int] | str:
             training.end()
     except NotPrepared as error:
         training.stop()
-        return str(error)
+        return [] if error.is_of_parts else str(error)  # a launched run starts again with whole batches
     return [len(batches) for batches in run.log.batches]
 
 
