@@ -305,11 +305,19 @@ def factors(
             elements_of = [_elements(count) for count in counts]
             adds = references.is_additive(key, constants, rows, first.whole, elements_of)
             values = [header.values[rank][:1] for rank in givers]
-            least = [says[rank].least if row > 1 else 0.0 for rank, row in zip(givers, rows, strict=True)]
+            told = [(says[rank].least, row, value) for rank, row, value in zip(givers, rows, values, strict=True)]
+            # Otherwise the 1 is the only sample, which has a loss.
+            least = [each if row > 1 or each == 2 or value == [0.0] else 0.0 for each, row, value in told]
             parts = _without_empty(constants, rows, values if count == 1 else [], least) if adds else None
             if parts is not None:
                 shares = [part / row for part, row in zip(parts, rows, strict=True) if row]
                 references.has_counts |= len(shares) == len(rows) and differ(shares)
+                if (
+                    references.has_counts
+                ):  # a part without any has no loss, if it is masked; also of a count with a factor
+                    least = [
+                        2.0 if each and value == [0.0] else each for each, value in zip(least, values, strict=True)
+                    ]
                 if any(_may_be_none(part, each, parts) for part, each in zip(parts, least, strict=True)):
                     raise LeastCount
         shares = [1.0] * len(givers) if parts is None else [part / (sum(parts) or 1.0) for part in parts]
@@ -337,7 +345,7 @@ def _without_empty(
     if not values:
         return divisors
     return [
-        0.0 if (divisor == 1 or each == 2) and count > 1 and value == [0.0] else divisor
+        0.0 if ((divisor == 1 and count > 1) or each == 2) and value == [0.0] else divisor
         for divisor, count, value, each in zip(divisors, rows, values, least, strict=True)
     ]
 

@@ -187,10 +187,33 @@ def test_a_count_of_one_that_may_stand_for_none_is_not_added_up(values: list[flo
         assert weights(said) == [0, 1]
 
 
+def test_a_part_of_one_sample_may_have_a_count_of_none_too() -> None:
+    said = header([NONE, NONE, NONE], [1, 1, 1], [1, 2, 2], 5, values=[0.0, 0.5, 0.5])
+    said.says[0].least = 2
+    references = References()
+    weights(header([NONE, NONE, NONE], [2, 1, 2], [3, 2, 2], 7), references)  # a count, since it differs
+    assert weights(said, references) == [0, 0.5, 0.5]
+    said.says[0].least = 1  # Python's max(count, 1), or len(x) and a loss of none
+    with pytest.raises(LeastCount):
+        weights(said, references)
+    said.values[0][0] = 0.1
+    assert weights(said, references) == [1 / 3, 1 / 3, 1 / 3]
+    said.says[0].least = 2
+    with pytest.raises(LeastCount):
+        weights(said, references)
+
+
 def test_a_least_count_that_has_a_factor_is_not_added_up() -> None:
     said = header([NONE, NONE], [1 / 0.3, 2 / 0.3], [4, 4], 8, values=[0.5, 0.5])
     said.says[0].least = 1
     assert weights(said) == pytest.approx([1 / 3, 2 / 3])
+    said.values[0][0] = 0.0  # `0.3 * losses.sum() / max(int(mask.sum()), 1)` without any
+    with pytest.raises(LeastCount):
+        weights(said)
+    no_loss = header([NONE, NONE], [5, 3], [5, 3], 8, values=[0.0, 0.5])  # divided by len(x)
+    no_loss.says[0].least = 1
+    assert weights(no_loss) == [5 / 8, 3 / 8]
+    said.values[0][0] = 0.5
     said.says[0].least = 2
     with pytest.raises(LeastCount):
         weights(said)
