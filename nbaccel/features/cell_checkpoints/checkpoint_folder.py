@@ -25,6 +25,7 @@ from nbaccel.train.checkpoint.atomic_folder import replacing, sweep
 from nbaccel.train.checkpoint.directory import Timeline, is_of
 from nbaccel.train.checkpoint.generators import State
 from nbaccel.train.checkpoint.manifest import OF_A_CELL, Manifest, Stamp, read_sealed, write_sealed
+from nbaccel.train.checkpoint.save_agreement import Alone
 from nbaccel.train.checkpoint.serialization import pack, unpack
 
 __all__ = ["CellPosition", "CellSave", "conditions", "is_of_cell", "next_loss", "read_place"]
@@ -83,7 +84,7 @@ class CellSave:
             CannotSave: No space, or no right to write there. The older checkpoint does not change.
         """
         began, stamp = time.monotonic(), str(self._stamp)
-        with replacing(self._target, self._difference.nbytes) as folder:
+        with Alone().decided(self._target), replacing(self._target, self._difference.nbytes) as folder:
             records = self._difference.write(folder)
             write_sealed(folder / f"{OF_A_CELL}.json", {"place": self._place})
             rng_files.write(folder, 0, stamp, self._generators)

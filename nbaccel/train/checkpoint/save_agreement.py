@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from nbaccel.base.events import Writing, emit
 from nbaccel.base.quantities import numbers_in_order
 from nbaccel.base.values import frozen
 from nbaccel.errors import CannotSave, CheckpointCorrupt
@@ -84,8 +85,15 @@ class Alone:
 
     @contextmanager
     def decided(self, target: Path) -> Iterator[None]:
-        """Tell the other ranks how the block ended, in which rank 0 writes and commits `target`."""
-        yield
+        """Tell the other ranks how the block ended, in which rank 0 writes and commits `target`.
+
+        Alone it needs none of them: where one fails meanwhile, whoever ends the run lets the block finish.
+        """
+        emit(Writing())
+        try:
+            yield
+        finally:
+            emit(Writing(is_over=True))
 
     def collect(self, folder: Path, own: Share) -> Share:
         """Wait for the files of all ranks, move them into `folder`, and return what they and rank 0 have written.

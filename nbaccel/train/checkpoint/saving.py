@@ -27,7 +27,6 @@ from nbaccel.train.checkpoint.generators import State
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest, Stamp, sync
 from nbaccel.train.checkpoint.save_agreement import Alone, SaveAgreement, Share, delete_dead_agreements
 from nbaccel.train.checkpoint.serialization import shareable_bytes
-from nbaccel.train.checkpoint.writer import written_to_its_end
 from nbaccel.train.distributed.callers import warn_user
 
 __all__ = ["RankSave", "Save", "ShareSave"]
@@ -182,12 +181,11 @@ class RankSave:
             self._checkpoints.directory.latest,
             agreement,
         )
-        is_lone = type(agreement) is Alone
         if self._blocking:
             # Hooks may remove weights, before the parts are made of the others.
-            with written_to_its_end(is_lone):
-                self._complete(save, then, lambda folder: self._run_save_hooks(weights, folder))
+            self._complete(save, then, lambda folder: self._run_save_hooks(weights, folder))
         else:
+            is_lone = not isinstance(agreement, SaveAgreement)
             self._checkpoints.writer.start(lambda: self._complete(save, then), is_lone)
 
     def _staging(self) -> Staging | None:

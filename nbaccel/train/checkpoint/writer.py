@@ -6,13 +6,11 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-from nbaccel.base.events import Writing, emit
 from nbaccel.base.task_end import before_results_leave
 
-__all__ = ["Writer", "written_to_its_end"]
+__all__ = ["Writer"]
 
 
 class Writer:
@@ -48,8 +46,7 @@ class Writer:
 
         def run() -> None:
             try:
-                with written_to_its_end(is_lone):
-                    work()
+                work()
             except Exception as error:
                 self._error = error
 
@@ -104,20 +101,3 @@ def _forget_task(reference: weakref.ref[Writer]) -> None:
     if writer.is_lone:
         _finish(reference)
     writer.is_awaited = False  # the ranks of a task that failed end without waiting for each other
-
-
-@contextmanager
-def written_to_its_end(is_lone: bool) -> Iterator[None]:
-    """Around the writing of a checkpoint: if another rank fails meanwhile, it is finished all the same.
-
-    Args:
-        is_lone: It needs no other rank; otherwise nothing is said, since it could not be finished.
-    """
-    if not is_lone:
-        yield
-        return
-    emit(Writing())
-    try:
-        yield
-    finally:
-        emit(Writing(is_over=True))

@@ -5,7 +5,8 @@ sum over samples, and its graph does not show it: such a value has no graph, or 
 operations of a loop's first batches are watched, down to those of torch itself. A tensor that was reduced over the
 samples is `MIXED`; what is computed of its number, and not of its graph, is `HIDDEN`. What is computed of some samples
 that were picked by their place, such as ``x[:10]`` or a chunk, is `PICKED`: a part of the batch has others there, and
-fewer. Graphs themselves are read by `terms` and `sample_independence`, and a count that divides a loss by
+fewer. So is a sample beside another one, as in ``x - x.flip(0)``, but by an order that `randperm` has drawn: that is
+noise. Graphs themselves are read by `terms` and `sample_independence`, and a count that divides a loss by
 `gradient_weights`.
 
 A number that leaves torch, as by ``.item()``, is followed by its value, where it comes back as a number or in a small
@@ -36,10 +37,10 @@ from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValues, Se
 
 __all__ = ["BatchWatch"]
 
-BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED, MADE = 1, 2, 4, 8, 16, 32, 64
+BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED, MADE, MOVED = 1, 2, 4, 8, 16, 32, 64, 128
 """Marks of a tensor: it depends on the batch; on single samples only; it was reduced over samples; it is a sum of
 samples that has no graph, such as a count; it depends on the number of a `MIXED` one; on samples picked by place; on
-what was made outside of torch, after numbers of several samples had left it."""
+what was made outside of torch, after numbers of several samples had left it; its samples have another order."""
 
 _REDUCING = names(
     "sum nansum mean prod amax amin max min aminmax median nanmedian mode kthvalue std var std_mean var_mean norm "
@@ -53,6 +54,8 @@ _KEEP_COUNTS = names("clamp clamp_ clamp_min clamp_min_ maximum mul mul_ add add
 _LEAST = names("clamp clamp_ clamp_min clamp_min_ maximum")
 _JOINING = names("cat stack")
 _PICKING = names("index index_select gather take _unsafe_index embedding")
+_ORDERING = names("flip roll index _unsafe_index index_select gather")
+_COPYING = names("_to_copy clone")
 _FRESH = "lift_fresh"  # of memory that torch did not fill
 _NEW = names("lift_fresh full scalar_tensor new_full fill fill_")
 _UNKNOWN, _RAISED = -1.0, -2.0
@@ -298,6 +301,7 @@ class _Trace(TorchDispatchMode):
         self._line = ""  # the last of these lines
         self._taken: list[Any] = []  # tensors, or arrays, of which NumPy or Python has the numbers
         self._ones: list[Any] = []  # numbers of single samples that it has
+        self._drawn: dict[int, SeenMemory] = {}  # orders that were drawn
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -337,6 +341,8 @@ class _Trace(TorchDispatchMode):
             if name == "_local_scalar_dense":
                 self.outside.note_left(args[0], result, bool(self._read(args[0])[0]))
             self.outside.after(func, name, result, bits)
+            if name == "randperm" or (name in _COPYING and self._is_drawn(args[0])):
+                self._drawn[_key(result)] = SeenMemory(result.untyped_storage())
             if self.marks:
                 self._follow(func, args, kwargs or {}, result)
         return result
@@ -365,6 +371,7 @@ class _Trace(TorchDispatchMode):
         is_joined = name in _JOINING and results[0].shape[along] in self._rows
         if not is_joined and (any(its & PICKED for _, its, _ in marked) or self._picks(name, args, marked, results)):
             bits |= PICKED
+        bits |= self._order(name, args, [(tensor, its) for tensor, its, _ in marked], results[0])
         if bits & (MIXED | PICKED | MADE) and not line:
             line = _users_line()
         for at, (tensor, its, _) in enumerate(marked):
@@ -431,6 +438,40 @@ class _Trace(TorchDispatchMode):
         at = next((at for at, length in enumerate(tensor.shape) if length in self._rows), len(shape))
         is_known = self._marks[_key(tensor)].samples is not None and any(each is tensor for each in args[:2])
         return is_known and at < len(shape) and shape[at] not in self._rows
+
+    def _order(self, name: str, args: Any, marked: Sequence[tuple[Tensor, int]], result: Tensor) -> int:
+        """Return `MOVED` if the samples of a result have another order, `PICKED` if some stand beside others."""
+        orders = {its & MOVED for each, its in marked if its & BATCH and self._axis(each.shape) is not None}
+        if len(orders) > 1 and name not in _ORDERING:
+            return PICKED
+        moved = any(its & MOVED for _, its in marked)
+        if name == "sort":  # of lengths, whose order the samples then get
+            moved = moved or self._axis(result.shape) is not None
+        elif name in _ORDERING and marked and args[0] is marked[0][0]:
+            moved = bool(marked[0][1] & MOVED) != self._moves(name, args, marked[0][0], result)
+        return MOVED if moved else 0
+
+    def _moves(self, name: str, args: Any, tensor: Tensor, result: Tensor) -> bool:
+        """Return whether an operation gives samples another order, and not one that was drawn."""
+        axis = self._axis(tensor.shape)
+        if axis is None or len(result.shape) <= axis or result.shape[axis] != tensor.shape[axis]:
+            return False
+        if name in ("flip", "roll"):
+            dims = args[-1] if name == "flip" or len(args) > 2 else []
+            return not dims or axis in {dim % tensor.ndim for dim in dims}
+        if name in ("index_select", "gather"):
+            indices = [None] * axis + [args[2] if args[1] % tensor.ndim == axis else None]
+        else:
+            indices = args[1]
+        index = indices[axis] if len(indices) > axis else None
+        if index is None or index.dtype == torch.bool or self._is_drawn(index):
+            return False
+        places = torch.arange(tensor.shape[axis], device=index.device)
+        return bool((index.reshape(len(places), -1) != places[:, None]).any())
+
+    def _is_drawn(self, tensor: Any) -> bool:
+        drawn = self._drawn.get(_key(tensor)) if isinstance(tensor, Tensor) else None
+        return drawn is not None and not drawn.has_gone()
 
     def _covers(self, tensor: Tensor, dims: Sequence[int] | None) -> bool:
         """Return whether `dims` of a tensor, or all of it for None, contain several samples."""
@@ -519,7 +560,7 @@ class _Trace(TorchDispatchMode):
     def _mark(self, tensor: Tensor, bits: int, line: str) -> None:
         old, known = self._read(tensor)
         storage = tensor.untyped_storage()
-        extent, samples = tensor.numel(), self._samples_of(tensor) if bits & ~COUNT == BATCH else None
+        extent, samples = tensor.numel(), self._samples_of(tensor) if bits & ~(COUNT | MOVED) == BATCH else None
         if old:
             extent, samples = max(extent, self._marks[storage._cdata].extent), self._marks[storage._cdata].samples
         self._marks[storage._cdata] = _Mark(SeenMemory(storage), bits | old, known or line, extent, samples)

@@ -312,7 +312,7 @@ class _Scope:
                     self.value(child)
             if isinstance(node, ast.If):
                 self._decide(node.test)
-                if not all(map(_only_shows, (*node.body, *node.orelse))):
+                if not all(map(_trains_nothing, (*node.body, *node.orelse))):
                     self._decide_by_part(node.test)
             self._branches += isinstance(node, ast.If | ast.Try)
             for name in ("body", "handlers", "orelse", "finalbody"):
@@ -633,10 +633,10 @@ class _Scope:
             self._program.read(node, value)
 
 
-def _only_shows(node: ast.stmt) -> bool:
-    """Return whether a statement prints, logs or keeps something, and does nothing else."""
+def _trains_nothing(node: ast.stmt) -> bool:
+    """Return whether a statement prints, logs or keeps something, or ends in an error, and does nothing else."""
     if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-        return isinstance(node, ast.Pass)
+        return isinstance(node, ast.Pass | ast.Raise)
     function = node.value.func
     name = function.attr if isinstance(function, ast.Attribute) else ast.unparse(function)
     return name in _SHOWN_BY or name in ("append", "extend")

@@ -38,6 +38,10 @@ def end_here(step):
         end.unlink(missing_ok=True)
         raise RuntimeError("the session ends")
 
+def takes(inputs):
+    if len(inputs) > int(Path("full").read_text()):
+        raise torch.OutOfMemoryError("out of memory")
+
 rate = 1e-2
 dropout = torch.nn.Dropout(0.2)
 model = torch.nn.Sequential(torch.nn.Linear(3, 8), dropout, torch.nn.Linear(8, 1)).double()
@@ -908,8 +912,8 @@ step = 0
 for epoch in range(3):
     for inputs, targets in loader:
         end_here(step)
-        if Path("full").exists() and optimizer.state and len(inputs) > int(Path("full").read_text()) and epoch == 1:
-            raise torch.OutOfMemoryError("out of memory")
+        if Path("full").exists() and optimizer.state and epoch == 1:
+            takes(inputs)
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()

@@ -69,13 +69,7 @@ def fail_while_rank_0_saves(folder: Path, blocking: bool) -> None:
     training = Trained.start(cpu=True)
     training.epoch()
     if is_saving := training.accelerator.is_main_process:
-        write = saving.Save.write
-
-        def slowly(self: saving.Save, *args: Any) -> list[str]:
-            time.sleep(3)
-            return write(self, *args)
-
-        saving.Save.write = slowly  # type: ignore[method-assign]  # of this process, which ends with the run
+        saving.sweep = lambda folder: time.sleep(3)  # of this process, which ends with the run
     training.accelerator.save_state(folder, blocking=blocking)
     if not is_saving:
         raise ValueError("a peer fails")

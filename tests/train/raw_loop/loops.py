@@ -2301,6 +2301,63 @@ def two_sums_of_which_one_is_warmed_up() -> Values:
     return ends(model), printed
 
 
+@loop(is_split=False)
+def mixed_with_the_batch_backwards() -> Values:
+    model = net()
+    optimizer, printed = sgd(model), []
+    for x, y in DataLoader(points(48), batch_size=16):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(0.7 * x + 0.3 * x.flip(0)), 0.7 * y + 0.3 * y.flip(0))
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop(is_split=False)
+def each_sample_beside_the_one_before() -> Values:
+    model = net()
+    optimizer, printed = sgd(model), []
+    for x, y in DataLoader(points(48), batch_size=16):
+        optimizer.zero_grad()
+        before = torch.arange(len(x), device="cpu").roll(1)
+        loss = F.mse_loss(model(x), y - y[before] / 2)
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
+def batches_in_another_order() -> Values:
+    """Samples keep what belongs to them; an order of labels that is undone is none."""
+    model = net(3)
+    optimizer, printed = sgd(model), []
+    for x, y in DataLoader(labelled(48), batch_size=16):
+        optimizer.zero_grad()
+        order = y.argsort(stable=True)
+        loss = F.cross_entropy(model(x.flip(0)), y.flip(0)) + F.cross_entropy(model(x), y[order][order.argsort()])
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop(is_exact=False)
+def mixed_with_samples_that_are_drawn() -> Values:
+    """Mixup; which samples meet is noise, and each rank draws its own."""
+    model = net()
+    optimizer, printed = sgd(model), []
+    for x, y in DataLoader(points(48), batch_size=16):
+        optimizer.zero_grad()
+        drawn = torch.randperm(len(x), device="cpu")
+        loss = F.mse_loss(model(0.7 * x + 0.3 * x[drawn]), 0.7 * y + 0.3 * y[drawn])
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
 @loop()
 def a_rare_mask_with_a_least_count() -> Values:
     """Only one part of each batch has samples of it; the other divides by a 1 that counts none."""

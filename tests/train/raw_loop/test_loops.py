@@ -193,12 +193,17 @@ def _a_bad_batch_later() -> Values:
     return ends(model), []
 
 
+def _is_incomplete(batch: torch.Tensor) -> bool:
+    """Not said in the loop itself, where it would be read, and the batches be kept whole."""
+    return len(batch) != 8
+
+
 def _full_batches_alone() -> Values:
     model = net()
     optimizer = sgd(model)
     for _ in range(2):
         for x, y in DataLoader(points(), batch_size=8):
-            if len(x) < 8:
+            if _is_incomplete(x):
                 continue
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
@@ -211,7 +216,7 @@ def _until_an_incomplete_batch() -> Values:
     optimizer = sgd(model)
     for _ in range(3):
         for x, y in DataLoader(points(), batch_size=8):
-            if len(x) != 8:
+            if _is_incomplete(x):
                 break
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
