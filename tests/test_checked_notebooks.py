@@ -31,7 +31,11 @@ SWEPT = re.compile(r" --sweep (.+) --slots \d+")
 def is_run(cell: Any) -> bool:
     """Return whether a cell runs on several ranks of this machine, and is no check itself."""
     line = cell.source.partition("\n")[0]
-    return bool(cell.cell_type == "code" and line.startswith(MAGIC) and not {"--check", "--speed", "--nodes"} & set(line.split()))
+    return bool(
+        cell.cell_type == "code"
+        and line.startswith(MAGIC)
+        and not {"--check", "--speed", "--nodes"} & set(line.split())
+    )
 
 
 NAMES = sorted(path.name for path in EXECUTED if any(map(is_run, nbformat.read(path, as_version=4).cells)))
