@@ -312,9 +312,8 @@ def factors(
             if parts is not None:
                 shares = [part / row for part, row in zip(parts, rows, strict=True) if row]
                 references.has_counts |= len(shares) == len(rows) and differ(shares)
-                if (
-                    references.has_counts
-                ):  # a part without any has no loss, if it is masked; also of a count with a factor
+                if references.has_counts:
+                    # A masked part without any has no loss; also where the count has a factor.
                     least = [
                         2.0 if each and value == [0.0] else each for each, value in zip(least, values, strict=True)
                     ]
