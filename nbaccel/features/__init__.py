@@ -85,6 +85,7 @@ _TABLE = {  # "module:object", below this package
     # what a program may hand to `prepare`
     "a model on several devices": "big_models.map_of_rank:refuse_unexchanged",
     "a model with weights on the meta device": "big_models.map_of_rank:refuse_waiting",
+    "the base of a quantised model": "quantised_base.frozen_base:KnownBases",
 }
 
 

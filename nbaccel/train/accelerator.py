@@ -69,7 +69,6 @@ from nbaccel.train.step.kwargs_handlers import (
 )
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.step.raw_loop_hooks import step_back, step_under_way
-from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.single import plainly_named
 
 if TYPE_CHECKING:
@@ -1590,6 +1589,8 @@ class Accelerator(ProcessControl):
             >>> blocks = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
             >>> model = accelerator.gradient_checkpointing(blocks)
         """
+        from nbaccel.train.step.recompute import recompute_activations
+
         self._lifecycle.equip()
         recompute_activations(self._context.strategy.unwrap(model), blocks)
         return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,6 +179,14 @@ def test_an_optimizer_of_all_parameters_trains_the_adapters() -> None:
     model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader(8))
     losses = steps(accelerator, model, optimizer, data)
     assert losses[-1] < losses[0]
+
+
+def test_what_a_last_save_reads_of_a_base_is_loaded_when_the_model_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, too, where no other rank's base is compared: memory may be short when it saves."""
+    known = "nbaccel.features.quantised_base.frozen_base"
+    monkeypatch.delitem(sys.modules, known, raising=False)
+    training()
+    assert known in sys.modules
 
 
 def quantised_on_one_rank() -> str:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn import Module
 
 from nbaccel.base.quantised import base_of, trained_state
+from nbaccel.features import feature
 from nbaccel.train.data import PreparedLoader
-from nbaccel.train.prepare.frozen_base import KnownBases
 from nbaccel.train.prepare.models import may_move
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.step.accumulation import Window
 from nbaccel.train.strategies import Strategy
 from nbaccel.train.strategies.single import is_parallel, plain_name, plainly_named
+
+if TYPE_CHECKING:
+    from nbaccel.features.quantised_base.frozen_base import KnownBases
 
 __all__ = [
     "Prepared",
@@ -32,20 +35,23 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, weakref_slot=True)
 class Prepared:
-    """Prepared objects by kind; false while there are none.
-
-    Args:
-        bases: What is known of the bases of quantised models.
-    """
+    """Prepared objects by kind; false while there are none."""
 
     models: list[Module] = field(default_factory=list)
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
-    bases: KnownBases = field(default_factory=KnownBases)
+    _bases: KnownBases | None = None
 
     def __bool__(self) -> bool:
         return bool(self.models or self.optimizers or self.schedulers or self.loaders)
+
+    @property
+    def bases(self) -> KnownBases:
+        """Return what is known of the bases of quantised models; the first of them loads it."""
+        if self._bases is None:
+            self._bases = feature("the base of a quantised model")()
+        return self._bases
 
     @property
     def _kinds(self) -> tuple[list[Any], ...]:

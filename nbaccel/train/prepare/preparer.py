@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nbaccel.base.quantised import base_of
+from nbaccel.base.quantised import base_of, is_quantised
 from nbaccel.base.settings import RunSettings
 from nbaccel.train.data import DataLoaderConfiguration, LoaderFacts, PreparedLoader, prepare_loader
-from nbaccel.train.prepare.frozen_base import refuse_other_bases, refuse_untrained
 from nbaccel.train.prepare.models import admit, may_move
 from nbaccel.train.prepare.optimizer import Guard, PreparedOptimizer, PreparedScheduler, follow_parameters
 from nbaccel.train.prepare.prepared import remembered
@@ -123,7 +122,9 @@ class Preparer:
         admitted = {key: self._admit(model) for key, (model, _) in new.items()}
         moves = [new[key][1] and may_move(model) for key, model in admitted.items()]
         for model in admitted.values():
-            base = base_of(model) if context.strategy.has_peers else frozenset()
+            base = base_of(model)
+            bases = context.prepared.bases if base else None  # loaded here: a last save reads it where memory is short
+            base = base if context.strategy.has_peers else frozenset()
             quantised = f", with a quantised base of {len(base)} tensors" if base else ""
             context.collectives.agree(
                 f"prepare {type(model).__name__}",
@@ -131,12 +132,12 @@ class Preparer:
                 self._exchanged(model, base),
             )
             self._agree_on_names()
-            if base:  # on every rank then
-                refuse_other_bases(model, base, context.prepared.bases, context.collectives)
+            if base and bases is not None:  # on every rank then
+                bases.refuse_others(model, base, context.collectives)
         inner = [
             optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer for optimizer in optimizers
         ]
-        refuse_untrained(list(admitted.values()), inner)
+        _refuse_untrained(list(admitted.values()), inner)
         known = [prepared.optimizer for prepared in context.prepared.optimizers]
         ready = context.strategy.setup(list(admitted.values()), [*known, *inner], moves)
         prepared = {key: self._compiled(model) for key, model in zip(admitted, ready, strict=True)}
@@ -207,7 +208,7 @@ class Preparer:
             if optimizer.accumulation is context.accumulation:
                 return remembered(optimizer, context.prepared.optimizers)
             optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
-        refuse_untrained(context.prepared.models, [optimizer])
+        _refuse_untrained(context.prepared.models, [optimizer])
         context.strategy.setup([], [optimizer], [])  # whose model may have been prepared before
         return remembered(
             PreparedOptimizer(
@@ -305,3 +306,23 @@ def _leave(joined: Sequence[Joinable]) -> None:
     """End the agreement of torch's `Join`, which it leaves on: later forwards would wait for a forward of all ranks."""
     for joinable in joined:
         joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+
+
+def _refuse_untrained(models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse to train a quantised model of which nothing is trained.
+
+    Raises:
+        ValueError: An optimizer has parameters of one of `models`, and none of them needs a gradient.
+    """
+    for optimizer in optimizers:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if any(each.requires_grad for each in parameters):
+            continue
+        own = set(map(id, parameters))
+        for model in models:
+            if own.intersection(map(id, model.parameters())) and is_quantised(model):
+                raise ValueError(
+                    f"nothing of {type(model).__name__} is trained: its weights are quantised, which take no gradient, "
+                    "and there are no adapters beside them. Before the optimizer is made: model = "
+                    "get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(...))"
+                )

@@ -15,15 +15,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
-from nbaccel.base.quantised import is_quantised, is_quantised_tensor
+from nbaccel.base.quantised import is_quantised_tensor
 from nbaccel.base.quantities import gigabytes
 from nbaccel.base.values import frozen
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
 
-__all__ = ["BaseFacts", "KnownBases", "refuse_other_bases", "refuse_untrained"]
+__all__ = ["BaseFacts", "KnownBases"]
 
 
 @frozen
@@ -142,42 +141,22 @@ class KnownBases:
             known = self._known[model] = (base, BaseFacts.of(model, base))
         return known[1]
 
+    def refuse_others(self, model: Module, base: frozenset[str], collectives: Collectives) -> None:
+        """Refuse a quantised model whose base differs between ranks: nothing sends it. Collective.
 
-def refuse_other_bases(model: Module, base: frozenset[str], known: KnownBases, collectives: Collectives) -> None:
-    """Refuse a quantised model whose base differs between ranks: nothing sends it. Collective.
+        Args:
+            base: The names of its tensors in `model`.
 
-    Args:
-        base: The names of its tensors in `model`.
-
-    Raises:
-        ValueError: On every rank, with the ranks that differ from rank 0.
-    """
-    mine = known.facts(model, base)
-    everyones: list[BaseFacts] = collectives.gather_objects([mine], f"prepare {type(model).__name__}, its base")
-    others = [rank for rank, facts in enumerate(everyones) if facts != everyones[0]]
-    if others:
-        raise ValueError(
-            f"the frozen weights of {type(model).__name__} are not the same on all ranks: rank(s) "
-            f"{', '.join(map(str, others))} of {len(everyones)} have others than rank 0. A quantised base is loaded by "
-            "each rank itself and never sent: load the same files, or set one seed before random weights are made."
-        )
-
-
-def refuse_untrained(models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse to train a quantised model of which nothing is trained.
-
-    Raises:
-        ValueError: An optimizer has parameters of one of `models`, and none of them needs a gradient.
-    """
-    for optimizer in optimizers:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if any(each.requires_grad for each in parameters):
-            continue
-        own = set(map(id, parameters))
-        for model in models:
-            if own.intersection(map(id, model.parameters())) and is_quantised(model):
-                raise ValueError(
-                    f"nothing of {type(model).__name__} is trained: its weights are quantised, which take no gradient, "
-                    "and there are no adapters beside them. Before the optimizer is made: model = "
-                    "get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(...))"
-                )
+        Raises:
+            ValueError: On every rank, with the ranks that differ from rank 0.
+        """
+        mine = self.facts(model, base)
+        everyones: list[BaseFacts] = collectives.gather_objects([mine], f"prepare {type(model).__name__}, its base")
+        others = [rank for rank, facts in enumerate(everyones) if facts != everyones[0]]
+        if others:
+            raise ValueError(
+                f"the frozen weights of {type(model).__name__} are not the same on all ranks: rank(s) "
+                f"{', '.join(map(str, others))} of {len(everyones)} have others than rank 0. A quantised base is "
+                "loaded by each rank itself and never sent: load the same files, or set one seed before random "
+                "weights are made."
+            )
