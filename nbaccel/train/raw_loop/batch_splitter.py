@@ -99,7 +99,7 @@ class SplitNotices(Protocol):
         """Note the decision about a loader; called once for each."""
 
     def decision(self, batch_size: int | None) -> str:
-        """Return by which number of a part of a batch the loop would decide; "" where it does not."""
+        """Return what the loop would do by a count of a part of a batch; "" where it does nothing by one."""
 
     def note_drawn(self) -> None:
         """Note that the loop draws from NumPy or Python's random while it has a part."""
@@ -501,7 +501,7 @@ class BatchSplitter:
         if this.is_split and self._mode == SPLIT and this.key not in self._read and torch.is_grad_enabled():
             self._read.add(this.key)
             if decision := self._notices.decision(this.batch_size):
-                self._keep_whole(this, f"the loop decides by a count or a sum of the batch ({decision})")
+                self._keep_whole(this, decision)
         self._streams.common()
         self._drawn = iterator
         is_split = this.is_split and torch.is_grad_enabled() and this.gauge.taken >= (this.sliced_from or 0)

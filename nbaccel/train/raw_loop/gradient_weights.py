@@ -75,6 +75,9 @@ class References:
         return (*map(len, known), len(self._assumed), self._changes, sum(self._stayed.values()))
 
     def note(self, term: Hashable, constant: float, rows: float, elements: float = 0) -> None:
+        if math.isinf(constant):  # times zero: a factor, which no count that divides is
+            self._of_program.add(term)
+            return
         found = constant, rows, elements
         known = self._found.get(term, found)
         self._changes += known != found
@@ -85,11 +88,13 @@ class References:
     def cannot_tell(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
         """Return whether a sum may have been divided by the number of samples or by a constant of the program.
 
-        That is so where ranks have equally few samples; where a number of the first kind stays as rows change, or one
-        of the second kind comes to differ between ranks, or suddenly is another whole number; or where parts of
-        different sizes had one number, and then another one.
+        That is so where the sum was multiplied by it; where ranks have equally few samples; where a number of the first
+        kind stays as rows change, or one of the second kind comes to differ between ranks, or suddenly is another whole
+        number; or where parts of different sizes had one number, and then another one.
         """
         is_alike = not differ(constants)
+        if _multiply(constants, rows):
+            return True
         if term in self._of_program:
             return not is_alike
         if term in self._assumed:
@@ -233,8 +238,13 @@ class References:
         return bool(count) and rows != count and math.isclose(here, constant * count / rows, rel_tol=_NEAR)
 
 
+def _multiply(divisors: Sequence[float], rows: Sequence[float]) -> bool:
+    """Return whether divisors are smaller in proportion to the samples, as of a sum that is multiplied by them."""
+    return differ(rows) and not differ([each * row for each, row in zip(divisors, rows, strict=True)])
+
+
 def _is_whole(number: float) -> bool:
-    """Return whether `number` may be a count; a term times zero is divided by infinity."""
+    """Return whether `number` may be a count."""
     return math.isfinite(number) and not differ([number, round(number)])
 
 
@@ -287,7 +297,12 @@ def factors(
         constants = [header.constants[rank][term] for rank in givers]
         parts: Sequence[float] | None
         factor_of = [1.0] * len(givers)
-        if of_parameters[term]:
+        if len({*map(math.isinf, constants)}) > 1:
+            return None  # times a number of the part, which is zero in some
+        if math.isinf(constants[0]):
+            references.note(key, constants[0], rows[0])
+            parts = counts if counts[0] >= 0 and not of_parameters[term] else None
+        elif of_parameters[term]:
             adds = references.adds_up_alone(key, constants, rows)
             if adds is None:
                 return None
@@ -300,11 +315,11 @@ def factors(
             if is_sum:  # each rank's is multiplied by its rows, and the whole batch's would be by all of them
                 factor_of = [sum(rows) / row for row in rows]
         else:
-            if references.cannot_tell(key, constants, rows, first.whole):
+            values = [header.values[rank][:1] for rank in givers]
+            if references.cannot_tell(key, constants, rows, first.whole) or _lose_samples(constants, values):
                 return None
             elements_of = [_elements(count) for count in counts]
             adds = references.is_additive(key, constants, rows, first.whole, elements_of)
-            values = [header.values[rank][:1] for rank in givers]
             told = [(says[rank].least, row, value) for rank, row, value in zip(givers, rows, values, strict=True)]
             # Otherwise the 1 is the only sample, which has a loss.
             least = [each if row > 1 or each == 2 or value == [0.0] else 0.0 for each, row, value in told]
@@ -325,6 +340,12 @@ def factors(
             column[rank] = factor * share * (even[rank] if of_parameters[term] else 1.0)
         columns.append(column)
     return [[column[rank] for column in columns] for rank in range(size)]
+
+
+def _lose_samples(divisors: Sequence[float], values: Sequence[Sequence[float]]) -> bool:
+    """Return whether a part divides samples by a count of none, of which its loss is infinite; nan has none of them."""
+    pairs = zip(divisors, values, strict=True)
+    return any(divisor == 0 and not (value and math.isnan(value[0])) for divisor, value in pairs)
 
 
 def _may_be_none(divisor: float, least: float, divisors: Sequence[float]) -> bool:

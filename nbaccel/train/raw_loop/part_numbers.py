@@ -7,7 +7,8 @@ numbers cannot be followed while they are computed, so the program is read befor
 
 A loop that decides by such a number (``if mask.sum() > 8: continue``) decides otherwise with parts of its batches, and
 all ranks alike may: its batches stay whole. Means need not: if those of all parts are larger than a limit, that of the
-batch is, too; and ranks that decide differently are out of step, which is an error. So it is with counts and 0.
+batch is, too; and ranks that decide differently are out of step, which is an error. So it is with counts and 0. Whole
+batches are also for a loop that multiplies its loss by a count, or scales its gradients or its learning rate by one.
 
 Only loops whose batches were split are followed, and functions that the notebook's source defines. A value that a
 library returns for a part is known to be of a part, and no more.
@@ -55,6 +56,8 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operators.eq,
     ast.NotEq: operators.ne,
 }
+_GRADIENT = re.compile(r"\.grad\b(?!\()")
+_STEPPED = re.compile(rf"{_GRADIENT.pattern}|\.data\b|\bclip_grad|\bparam_groups\b")
 _ARE_MEANS = ("_loss", "cross_entropy", "cross_entropy_with_logits")
 _COUNTED_BY = ("torchmetrics", "ignite")
 """Packages whose metrics are objects that count what they are called with, in a raw loop each rank for itself."""
@@ -71,6 +74,7 @@ class Known:
         is_shape: The value is the shape of a tensor with an entry for each sample.
         is_sure: The value was followed through all of its computation.
         is_rows: The value is the number of samples.
+        has_factor: The value was multiplied by a count or a sum of the part.
         items: What is known of each of several values.
     """
 
@@ -80,6 +84,7 @@ class Known:
     is_shape: bool = False
     is_sure: bool = True
     is_rows: bool = False
+    has_factor: bool = False
     items: tuple[Known | None, ...] = ()
 
     @property
@@ -136,7 +141,7 @@ class PartNumbers:
         return lines_of(found, ranks)
 
     def decision(self, ranks: int, batch_size: int | None) -> str:
-        """Return by which number of a part the program would decide, with its line; "" where it does not.
+        """Return the count of a part by which the program would decide, or scale, with its line; "" where it does not.
 
         Called where the program is about to take the first batch that is split.
         """
@@ -178,7 +183,7 @@ class _Program:
         sizes: Numbers of samples of a batch, and of its parts.
 
     Attributes:
-        decision: By which number of a part the program decides, with its line.
+        decision: What the program does by a count of a part, with its line.
     """
 
     def __init__(
@@ -282,6 +287,7 @@ class _Scope:
     # -- statements
 
     def execute(self, node: ast.stmt) -> None:
+        self._scale(node)
         if isinstance(node, ast.For | ast.AsyncFor):
             self._bind_batch(node.target, node.iter)
             if self._is_split(node.iter):
@@ -360,9 +366,27 @@ class _Scope:
                 pair = sides[at], sides[at + 1]
                 scaled = [each for each in pair if self._is_scaled(each)]
                 if len(scaled) == 1 and self._may_differ(scaled[0], operator, pair):
-                    line = f"line {node.lineno}: {ast.unparse(node)}"
-                    self._program.decision = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
-                    return
+                    return self._note_decision("decides", node)
+
+    def _note_decision(self, does: str, node: ast.expr | ast.stmt) -> None:
+        line = f"line {node.lineno}: {ast.unparse(node)}"
+        line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+        self._program.decision = self._program.decision or f"the loop {does} by a count or a sum of the batch ({line})"
+
+    def _scale(self, node: ast.stmt) -> None:
+        """Note a statement that scales gradients, a step by hand or a learning rate by a number of one batch."""
+        if isinstance(node, ast.Assign):
+            changed, by = node.targets, node.value
+        elif isinstance(node, ast.AugAssign):
+            changed, by = [node.target], node.value
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name_of(node.value).endswith("_"):
+            changed, by = [node.value.func], node.value
+        else:
+            return
+        parts = (each for each in ast.walk(by) if isinstance(each, ast.expr))
+        is_step = any(_STEPPED.search(ast.unparse(each)) for each in changed) or _GRADIENT.search(ast.unparse(by))
+        if is_step and any(map(self._is_scaled, parts)):
+            self._note_decision("scales its gradients or its steps", node)
 
     def _is_scaled(self, node: ast.expr) -> bool:
         """Return whether a number of one batch, which is not counted over several, differs by a factor in its parts."""
@@ -514,7 +538,7 @@ class _Scope:
     def _of_call(self, node: ast.Call) -> Known | None:
         values = [self.value(each) for each in (*node.args, *(word.value for word in node.keywords))]
         known = [each for each in values if each is not None]
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        name = _name_of(node)
         if name in ("append", "extend") and isinstance(node.func, ast.Attribute):
             if known:
                 kept = ast.unparse(node.func.value)
@@ -611,8 +635,11 @@ class _Scope:
         return None
 
     def _note_backward(self, node: ast.Call) -> None:
-        """From here on a loss, and what it was added up of, have the whole batch's value."""
-        roots = [each for root in (node.func.value, *node.args) for each in _parts_of(root)]  # type: ignore[attr-defined]
+        """Note that a loss, and what it was added up of, have the whole batch's value from here on."""
+        called = (node.func.value, *node.args)  # type: ignore[attr-defined]
+        roots = [each for root in called for each in _parts_of(root)]
+        if any(value.has_factor for each in (*called, *roots) if (value := self.value(each)) is not None):
+            self._note_decision("multiplies its loss", node)
         waiting, seen = {ast.unparse(root) for root in roots}, set[str]()
         for text in waiting & self.values.keys():
             self.values[text] = WHOLE
@@ -656,6 +683,11 @@ def _parts_of(root: ast.expr) -> Iterator[ast.expr]:
         yield from (each for argument in root.args for each in _parts_of(argument))
 
 
+def _name_of(node: ast.Call) -> str:
+    """Return the name of a function or method that is called."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+
+
 def _is_along(arguments: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> bool:
     """Return whether a reduction leaves the dimension of the samples."""
     dims = [ast.unparse(each) for each in arguments[:1]]
@@ -678,13 +710,18 @@ def _sum(one: Known, other: Known) -> Known:
         one.is_part or other.is_part,
         one.is_batch or other.is_batch,
         is_sure=one.is_sure and other.is_sure,
+        has_factor=one.has_factor or other.has_factor,
     )
 
 
 def _product(one: Known, other: Known, sign: int) -> Known:
     is_batch = one.is_batch or other.is_batch
     power = None if one.power is None or other.power is None else one.power + sign * other.power
-    return Known(power, one.is_part or other.is_part, is_batch, is_sure=one.is_sure and other.is_sure)
+    is_sure = one.is_sure and other.is_sure
+    has_factor = one.has_factor or other.has_factor
+    if is_sure and power and not is_batch and one.is_other and other.is_other:  # a mean times len(x) is a sum
+        has_factor = has_factor or power != -1 or (sign > 0 and not (one.is_rows or other.is_rows))
+    return Known(power, one.is_part or other.is_part, is_batch, is_sure=is_sure, has_factor=has_factor)
 
 
 def lines_of(readings: Sequence[ReadNumber], ranks: int) -> list[str]:

@@ -8,6 +8,7 @@ graph of another form has an obstacle, in words. Nothing here knows ranks, and n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
@@ -49,8 +50,7 @@ class Term:
         count: The divisor of the reduction itself: the elements of a mean, the total weight of `nll_loss` (a 0-d
             tensor); None for a sum. Counts of parts sum to the count of the whole.
         constant: The product of the divisors of the term between the reduction and the root; negative where it is
-            subtracted. A 0-d tensor where the number is on a device; infinite there where the loss is multiplied by
-            zero.
+            subtracted; infinite where the term is multiplied by zero. A 0-d tensor where the number is on a device.
         is_of_parameters: It is computed from parameters alone, such as a weight decay, without a batch. One row of a
             one-element tensor looks the same, so the reading of the largest batch decides.
         elements: How many numbers a sum adds; 0 for other terms.
@@ -299,7 +299,7 @@ def _elements(node: Any) -> int:
 def _number(value: Any) -> Tensor | float:
     if isinstance(value, _Factor):
         by = _number(value.by)
-        return 1 / by if isinstance(by, Tensor) or by else 1.0  # nothing comes from a term times zero
+        return 1 / by if isinstance(by, Tensor) or by else math.inf
     if not isinstance(value, Tensor):
         return float(value)
     return float(value) if value.device.type == "cpu" else value.detach().reshape(()).float()
@@ -311,6 +311,8 @@ def _product(one: Tensor | float, other: Tensor | float) -> Tensor | float:
 
 def _parallel(one: Tensor | float, other: Tensor | float) -> Tensor | float:
     """Return the divisor of a term that is in the loss twice, divided by `one` and by `other`."""
+    if 0.0 in [each for each in (one, other) if isinstance(each, float)]:
+        return 0.0
     inverse = 1 / one + 1 / other
     return 1 / inverse if isinstance(inverse, Tensor) or inverse else one
 

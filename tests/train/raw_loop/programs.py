@@ -11,7 +11,7 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.train.raw_loop.loop import RawLoopTraining
 
-__all__ = ["STEP", "said_by"]
+__all__ = ["STEP", "run_text", "said_by"]
 
 SETUP = """
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -29,16 +29,20 @@ STEP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
 
 def said_by(name: str, text: str, batches: str | None = None, **names: Any) -> str:
     """What a rank prints while it runs `text` after the common beginning, as a cell called `name`."""
-    file = f"<cell {name}>"
     namespace: dict[str, Any] = {"__name__": "__main__", **names}
-    source = SETUP + text
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     watch = RawLoopTraining(World.from_env(), RunSettings(batches=batches))
     with contextlib.redirect_stdout(io.StringIO()) as written:
         watch.begin(namespace)
         try:
-            exec(compile(source, file, "exec"), namespace)
+            run_text(name, SETUP + text, namespace)
             watch.end()
         finally:
             watch.stop()
     return written.getvalue()
+
+
+def run_text(name: str, source: str, namespace: dict[str, Any]) -> None:
+    """Run `source` as a cell called `name`, whose lines can be read."""
+    file = f"<cell {name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), namespace)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nbaccel.testing import run_ranks
-from train.raw_loop.programs import STEP, said_by
+from nbaccel.train.raw_loop.part_numbers import PartNumbers
+from train.raw_loop.programs import STEP, run_text, said_by
 
 HALF = "about 1/2 of the value in one process, as it counts a rank's part of each batch: {}. Divide counts by counts"
 TWICE = "about 2 times the value in one process, as the loss is the whole batch's, and the length of a batch"
@@ -282,11 +283,25 @@ for x, y in loader:
 """,
         "line 12: x.shape[0] != loader.batch_size",
     ),
+    "gradients": (
+        """
+def scale(by):
+    for p in model.parameters(): p.grad.mul_(1 / by)
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y, reduction="sum"); optimizer.zero_grad(); loss.backward(); scale(len(x))
+    optimizer.step()
+""",
+        "line 12: p.grad.mul_(1 / by)",
+    ),
     "nothing": (
         f"""
-kept, limit = [], 2.0
+kept, limit, total = [], 2.0, 0.0
 for x, y in loader:
     if len(x) < 2: continue
+    summed = F.cross_entropy(model(x), y, reduction="sum")
+    (0.5 * summed * (1 / len(x)) + criterion(model(x), y) * len(x) * 0.1).backward()
+    optimizer.param_groups[0]["lr"] = 0.1 / loader.batch_size; total += summed.data * len(x) + torch.sum(y.data == 1)
+    summed /= len(x); torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     out = model(x); loss = criterion(out, y); found = (y == 1).sum()
     if found == 0 or found.item() < 1 or not (y >= 0).any(): continue
     if loss.item() > 1000 or not torch.isfinite(loss): raise ValueError(loss)
@@ -302,6 +317,35 @@ if found > 3:
     ),
 }
 """Programs, and the line and the number by which one decides so that its batches stay whole."""
+
+LOSS, STEPS = "multiplies its loss", "scales its gradients or its steps"
+SCALES = {
+    "loss = F.cross_entropy(model(x), y); loss *= (y == 1).sum().item(); loss.backward()": LOSS,
+    "(F.cross_entropy(model(x), y) * int((y == 1).sum()) * 0.1).backward()": LOSS,
+    "loss = F.cross_entropy(model(x), y, reduction='sum') * len(x); scaler.scale(loss).backward()": LOSS,
+    "(F.cross_entropy(model(x), y) / (y == 1).sum().item()).backward()": LOSS,
+    "(F.cross_entropy(model(x), y, reduction='sum') * (0.5 / len(x))).backward()": "",
+    "(F.cross_entropy(model(x), y) * len(x) * 0.1).backward()": "",
+    "loss = F.cross_entropy(model(x), y); loss.backward(); total = loss * (y == 1).sum()": "",
+    "p.grad /= max(int((y == 1).sum()), 1)": STEPS,
+    "p -= 0.1 / len(x) * p.grad": STEPS,
+    "w.data = w.data - 0.1 * gradient * (y == 1).sum()": STEPS,
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 * len(x))": STEPS,
+    "optimizer.param_groups[0]['lr'] = 0.01 * (y == 1).sum().item()": STEPS,
+    "total += torch.sum(y.data == 1); gradient = torch.autograd.grad(model(x).sum(), w)": "",
+    "p.grad *= 0.5; optimizer.param_groups[0]['lr'] = 0.1 * y.double().mean()": "",
+}
+"""Lines of a loop, and what it does by a count of its batch."""
+
+
+@pytest.mark.parametrize("line", SCALES)
+def test_a_loop_that_scales_by_a_count_of_its_batch_is_found(line: str) -> None:
+    """Read at the first batch, in place of which the program takes what was found."""
+    batches = zip(map(PartNumbers().decision, [2], [8]), [0], strict=True)
+    namespace: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "loader": batches}
+    run_text(line, f"for x, y in loader:\n    break\n    {line}\n", namespace)
+    does = SCALES[line] and f"the loop {SCALES[line]} by a count or a sum of the batch"
+    assert namespace["x"].partition(" (")[0] == does
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +367,8 @@ def test_numbers_that_differ_are_named_with_their_factor(name: str, said: dict[s
 @pytest.mark.parametrize("name", DECISIONS)
 def test_a_loop_that_decides_by_a_count_of_its_batch_has_whole_ones(name: str, said: dict[str, str]) -> None:
     decides = DECISIONS[name][1]
-    why = f"the same work: the loop decides by a count or a sum of the batch ({decides}). -n 1 does it once"
+    does = STEPS if name == "gradients" else "decides"
+    why = f"the same work: the loop {does} by a count or a sum of the batch ({decides}). -n 1 does it once"
     assert (why if decides else "split over 2 ranks") in said[name]
     assert ("split over" in said[name]) is not bool(decides)
 

@@ -130,8 +130,29 @@ def test_an_empty_mask_divides_by_a_one_that_counts_nothing() -> None:
 def test_what_is_not_finite_or_not_known_is_no_count() -> None:
     references = References()
     weights(header([NONE, NONE], [10, 10], [8, 8], 8, part=False), references)
-    assert weights(header([NONE, NONE], [float("inf"), float("inf")], [5, 3], 8), references) == [1, 1]
+    assert weights(header([NONE, NONE], [INF, INF], [5, 3], 8), references) == [1, 1]
     assert weights(header([4, 4], [2, 3], [0, 0], 0)) is None
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("count", [4, NONE])
+def test_a_factor_that_is_zero_in_some_parts_is_one_of_the_batch(count: float) -> None:
+    """`loss.mean() * int(mask.sum())`, `loss * float(mask.any())`."""
+    references = References()
+    weights(header([count, count], [INF, INF], [8, 8], 8, part=False), references)
+    assert weights(header([count, count], [INF, INF], [4, 4], 8), references) is not None
+    assert weights(header([count, count], [INF, 1], [4, 4], 8, values=[0.0, 0.5]), references) is None
+
+
+def test_a_sum_that_is_multiplied_by_its_samples_is_not_added_up() -> None:
+    assert weights(header([NONE, NONE], [10 / 5, 10 / 3], [5, 3], 8)) is None
+
+
+def test_a_count_of_none_divides_nothing() -> None:
+    assert weights(header([NONE, NONE], [0, 3], [5, 3], 8, values=[NAN, 0.5])) == [0, 1]
+    assert weights(header([NONE, NONE], [0, 3], [5, 3], 8, values=[INF, 0.5])) is None
 
 
 NEVER_WHOLE = [
