@@ -218,7 +218,7 @@ class Launcher:
         with closing(self._worker_group(spec, watching)) as worker_group:
             self._side_by_side.append(worker_group)
             try:
-                return (yield from watching.as_coroutine(worker_group, spec, log, recorder))
+                return (yield from watching.as_coroutine(worker_group, spec.task, spec.end, log, recorder))
             finally:
                 self._side_by_side.remove(worker_group)
 
@@ -247,7 +247,10 @@ class Launcher:
         staying_workers = feature("ranks that stay: processes")
         host, worker_group = OomKillWatch(), self._worker_group(spec, watching)
         try:
-            with open_log(self.resources.new_log()) as log, closing(watching.watch(worker_group, spec, log)) as ended:
+            with (
+                open_log(self.resources.new_log()) as log,
+                closing(watching.watch(worker_group, spec.task, spec.end, log)) as ended,
+            ):
                 error = diagnose(ended, spec.start.method != "fork", host, cell_name)
                 if ended.is_interrupted:
                     raise ended.raised or KeyboardInterrupt
@@ -265,9 +268,9 @@ class Launcher:
         """Return a `WorkerGroup` that is ready to start: all that its ranks need exists, and no rank has begun."""
         method = self._method(spec)
         method.get_ready()  # the user may interrupt this like any other wait
-        method.pack(spec, watching.beside)  # and this
+        method.pack(spec.task, spec.world_size, spec.end.timeout_s, watching.beside)  # and this
         return WorkerGroup(
-            spec.world_size,
+            spec,
             method,
             kernel_pidfd=self.resources.kernel_pidfd,
             guard=self.resources.guard,
@@ -277,7 +280,7 @@ class Launcher:
         if (server := spec.fork_server) is not None:
             return ZygoteStart(lambda: server)
         if spec.start.method == "zygote":
-            return ZygoteStart(self.resources.zygote, starts_again=spec.restarts_ranks)
+            return ZygoteStart(self.resources.zygote, starts_again=spec.end.restarts_ranks)
         if (why := why_forks_fail()) is not None:
             # It changed after the start was chosen: by modules loaded for it, or in the notebook before a restart.
             raise BadFork(why)

@@ -257,7 +257,7 @@ class OomRestartPolicy:
         if death.doubt and death.doubt in self._doubts:
             return "it was the same with larger batches, so smaller ones will not help"
         parts = _parts_of_next(loop)
-        if attempt.spec.stays:
+        if attempt.spec.end.stays:
             return (
                 "ranks that stay never are (--oom is for cells that have ranks of their own: after %accelerate stop "
                 f"this one would go on {_in_parts(loop, parts)})"
@@ -325,8 +325,8 @@ def wait_for_memory(gpus: Sequence[Gpu], ended: RankResults, look: Callable[[], 
 
 def _smaller(spec: LaunchSpec, ended: RankResults, loop: LoopEntered, checkpoint: str) -> LaunchSpec:
     settings = RunSettings(split=_parts_of_next(loop), resume=checkpoint or None).over(spec.settings)
-    left_s = None if spec.timeout_s is None else max(0.0, spec.timeout_s - ended.seconds)
-    return replace(spec, settings=settings, timeout_s=left_s, program_limit=ended.program_limit)
+    end = replace(spec.end.after(ended.seconds), program_limit=ended.program_limit)
+    return replace(spec, settings=settings, end=end)
 
 
 def _parts_of_next(loop: LoopEntered) -> int:
@@ -402,7 +402,7 @@ class PartsRestartPolicy:
         report = ended.reports[rank]
         if report is None or not report.facts.get("fails_on_parts") or report.cause is None:
             return None
-        if attempt.spec.stays or attempt.spec.no_restart or self._has_written(attempt):
+        if attempt.spec.end.stays or attempt.spec.no_restart or self._has_written(attempt):
             return None
         has_states = report.facts["fails_on_parts"] == STATES
         if has_states and ended.seconds > _LONGEST_LOSS_S:
@@ -414,9 +414,8 @@ class PartsRestartPolicy:
         if has_states:
             happened = f"rank {rank} stopped ({text})"
         settings = RunSettings(batches=WHOLE).over(attempt.spec.settings)
-        left_s = None if attempt.spec.timeout_s is None else max(0.0, attempt.spec.timeout_s - ended.seconds)
         return Restart(
-            replace(attempt.spec, settings=settings, timeout_s=left_s),
+            replace(attempt.spec, settings=settings, end=attempt.spec.end.after(ended.seconds)),
             f"{happened}; started again with whole batches in each of {attempt.spec.world_size} ranks, the same work",
         )
 

@@ -17,7 +17,7 @@ from nbaccel.base.settings import SHRINK, STOP, RunSettings
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching.earlier_models import EarlierModel, models_in
-from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start, Task
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, Start, Task
 from nbaccel.launching.preflight import ProcessState, choose_devices, choose_start, threads_per_rank
 from nbaccel.launching.processes.attached_debugger import is_attached
 from nbaccel.namespace.nbytes import bytes_by_sharing, sizes_on_devices
@@ -178,11 +178,13 @@ class LaunchPlan:
             settings=self.settings,
             setup=setup,
             threads=self.threads,
-            timeout_s=None if self.options.limit is None else self.options.limit.seconds,
-            hang_timeout_s=self.options.hang_timeout,
-            wants_results=wants_results,
+            end=RunEnd(
+                timeout_s=None if self.options.limit is None else self.options.limit.seconds,
+                hang_timeout_s=self.options.hang_timeout,
+                wants_results=wants_results,
+                stays=self.stays,
+            ),
             oom=STOP if self.options.pdb is not None else self.options.oom or SHRINK,  # no restart under a debugger
-            stays=self.stays,
             own_devices=self.own_devices,
         )
 

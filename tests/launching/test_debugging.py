@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import NoInput
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, RunEnd, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
@@ -44,7 +44,7 @@ def debug(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     ) -> tuple[Run, RankResults, Typist]:
         typist = Typist(answers)
         monkeypatch.setattr(builtins, "input", typist)
-        spec = LaunchSpec(FunctionTask(function, debugged=1), Devices(2), Start(start, "a test"), **limits)  # type: ignore[arg-type]
+        spec = LaunchSpec(FunctionTask(function, debugged=1), Devices(2), Start(start, "a test"), end=RunEnd(**limits))  # type: ignore[arg-type]
         run, ended = launcher.run(spec, RunObservers(ConsoleScreen()))
         return run, ended, typist
 

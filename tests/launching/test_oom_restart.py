@@ -201,14 +201,14 @@ def test_a_program_that_cannot_go_on_in_the_middle_begins_at_its_beginning(epoch
 
 
 def test_a_time_limit_holds_for_all_attempts_together() -> None:
-    again = restarted(OomRestartPolicy().after(attempt(failed(OOM), LOOP, spec=replace(SPEC, timeout_s=60.0))))
-    assert again.spec.timeout_s == 48.0
+    again = restarted(OomRestartPolicy().after(attempt(failed(OOM), LOOP, spec=SPEC.ending(timeout_s=60.0))))
+    assert again.spec.end.timeout_s == 48.0
 
 
 def test_what_the_program_had_set_itself_holds_for_all_attempts_too() -> None:
     ended = attempt(failed(OOM), LOOP)
     ended.ended.program_limit = ProgramLimit(at=100.0, seconds=60.0)
-    assert restarted(OomRestartPolicy().after(ended)).spec.program_limit == ProgramLimit(100.0, 60.0)
+    assert restarted(OomRestartPolicy().after(ended)).spec.end.program_limit == ProgramLimit(100.0, 60.0)
 
 
 def test_a_rank_that_was_killed_starts_again_and_a_guess_is_called_one() -> None:
@@ -272,7 +272,7 @@ def test_a_rank_that_died_says_why_it_was_not_started_again() -> None:
 
 
 def test_ranks_that_stay_are_not_started_again_and_it_is_said_what_would_be() -> None:
-    report = stopped(OomRestartPolicy().after(attempt(failed(OOM), LOOP, spec=replace(SPEC, stays=True))))
+    report = stopped(OomRestartPolicy().after(attempt(failed(OOM), LOOP, spec=SPEC.ending(stays=True))))
     assert report == (
         "rank 1 ran out of memory at 64 per rank; not started again: ranks that stay never are (--oom is for cells "
         "that have ranks of their own: after %accelerate stop this one would go on with 2 x 32)."

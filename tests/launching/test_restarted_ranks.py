@@ -17,7 +17,7 @@ from nbaccel.base.events import Event, ItemsDone, RankRestarted, emit
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import PeerFailed, RankDied
 from nbaccel.launching.ipc.reaper import session_members
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, RunEnd, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.rank_losses import MOST_RESTARTS
 from nbaccel.launching.processes.rank_results import RankResults
@@ -50,7 +50,9 @@ def run_restartable(
 ) -> tuple[Run, RankResults, Told]:
     told = Told()
     settings = RunSettings(cpu=True, independent=True, seed=seed)
-    spec = LaunchSpec(FunctionTask(function, args), Devices(n), Start(start, "a test"), settings, restarts_ranks=True)
+    spec = LaunchSpec(
+        FunctionTask(function, args), Devices(n), Start(start, "a test"), settings, end=RunEnd(restarts_ranks=True)
+    )
     watching = RunObservers(ConsoleScreen(), notice=told.lines.append, listeners=[told])
     run, ended = launcher.run(spec, watching)
     return run, ended, told

@@ -36,8 +36,8 @@ def test_a_cell_without_flags_is_one_rank_on_the_cpu(planned: Any) -> None:
     assert spec.threads == min(4, torch.get_num_threads())
     assert spec.setup == "nbaccel.train.setup:setup_rank"
     assert spec.start.method == "fork"
-    assert spec.timeout_s is None
-    assert spec.wants_results  # all that the cell leaves
+    assert spec.end.timeout_s is None
+    assert spec.end.wants_results  # all that the cell leaves
     assert spec.task.leaves_all
     assert spec.oom == "shrink"
     assert {name: value for name, value in spec.environ_of(0).items() if name != "NBACCEL_SEED"} == {
@@ -51,11 +51,11 @@ def test_a_cell_without_flags_is_one_rank_on_the_cpu(planned: Any) -> None:
 def test_flags_reach_the_launch(planned: Any, recorder: Any) -> None:
     planned.names["y"] = 2
     spec = planned.plan("%%accelerate -n 2 -p bf16 -a 4 -o x -i y -r 1 -t 9 --start zygote --seed 7 --debug\nx = 1")
-    assert (spec.world_size, spec.threads, spec.timeout_s, spec.start.method) == (2, 2, 9.0, "zygote")
+    assert (spec.world_size, spec.threads, spec.end.timeout_s, spec.start.method) == (2, 2, 9.0, "zygote")
     assert spec.task.out == ("x",)
     assert spec.task.names_to_send() == ["y"]
     assert recorder.shown_ranks == {1}
-    assert spec.wants_results
+    assert spec.end.wants_results
     assert spec.environ_of(0) == {
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "NBACCEL_RAW_PRECISION": "bf16",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 from nbaccel.base.hardware import Platform
 from nbaccel.features.check.dry_run.rank_records import read_records
@@ -112,7 +111,7 @@ class CellCheck:
                 turns=turns,
                 steps=steps,
             )
-            spec = replace(place.spec(plan, task, cell, self._setup), timeout_s=_MOST_SECONDS)
+            spec = place.spec(plan, task, cell, self._setup).ending(timeout_s=_MOST_SECONDS)
             found = self._run(place, plan, spec)
             ranks = range(plan.devices.num_processes)
             return found, [StepGradients.read(found, place.records, rank) for rank in ranks]

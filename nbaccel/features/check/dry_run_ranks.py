@@ -105,7 +105,7 @@ class DryRunRanks:
         spec = plan.spec(task, setup, wants_results=False)
         settings = replace(spec.settings, dry_run=str(self.records), checkpoint_every=None, resume=None)
         parts = ((_PROTECTED, str(self._ranks)),)
-        return replace(spec, settings=settings, timeout_s=None, ends_waiting=True, parts=parts)
+        return replace(spec, settings=settings, parts=parts).ending(timeout_s=None, ends_waiting=True)
 
 
 def _program_that_undoes(folder: Path) -> str:

@@ -326,7 +326,7 @@ class MapRun:
         spec = planned(self._options, self._task, self.survey).spec(self._task, _SETUP)
         seed = random.SystemRandom().randrange(_DRAWN_SEEDS)  # drawing it must not change the notebook's numbers
         settings = RunSettings(independent=True, seed=seed).over(spec.settings)
-        self.spec = replace(spec, settings=settings, oom=STOP, restarts_ranks=True)
+        self.spec = replace(spec, settings=settings, oom=STOP).ending(restarts_ranks=True)
 
     def show(self, **view: Any) -> None:
         """Begin to show the run.
@@ -446,14 +446,14 @@ def _run_in_ranks(
         if ended.is_own_limit:
             run.stopped = ended.at_the_limit(run.history, run.checkpoint)
         post_mortem = PostMortem.of(task.title, word, run.error, ended)
-    return _End(run, post_mortem, word, spec.timeout_s or 0.0)
+    return _End(run, post_mortem, word, spec.end.timeout_s or 0.0)
 
 
 def _run_here(job: MapJob, spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunView) -> _End:
     """Work on the map in this process, where no other can be started; no time limit reaches it."""
     error: BaseException | None = None
     post_mortem: PostMortem | None = None
-    limits = {"time_limit_s": spec.timeout_s, "hang_timeout_s": task.hang_timeout_s}
+    limits = {"time_limit_s": spec.end.timeout_s, "hang_timeout_s": task.hang_timeout_s}
     if given := next((name for name, limit in limits.items() if limit is not None), ""):
         raise LaunchRefused(
             f"{given} can stop ranks only, and this map would run in the notebook's own process "

@@ -157,7 +157,7 @@ class PersistentSession:
         for line in before_a_run(plan.devices.gpus):
             self._say(line)
         self._edited, self._reloads = EditedModules(), reloader() is not None
-        spec = replace(plan.spec(task, self._setup), stays=True)
+        spec = plan.spec(task, self._setup).ending(stays=True)
         with suppress(FeatureMissing):  # loaded before it is needed: after a failure ranks import nothing
             feature("groups of ranks that stay")
         self._persistent = self._launcher().start(spec, ConsoleScreen())
@@ -414,8 +414,8 @@ class PersistentRun:
             watching,
             title=self.title,
             excluded_ranks=self.excluded_ranks,
-            timeout_s=spec.timeout_s,
-            hang_timeout_s=spec.hang_timeout_s,
+            timeout_s=spec.end.timeout_s,
+            hang_timeout_s=spec.end.hang_timeout_s,
             occupied=occupied,
         )
 

@@ -92,7 +92,7 @@ class PersistentWorkers:
 
         Args:
             title: The task in words.
-            excluded_ranks: Ranks that take no part.  The limits are those of `LaunchSpec`.
+            excluded_ranks: Ranks that take no part.  The limits are those of `RunEnd`.
             occupied: See `Launcher.turn`.
 
         Raises:
@@ -103,7 +103,7 @@ class PersistentWorkers:
         alive = self.alive
         insiders = [rank for rank in alive if rank not in excluded_ranks]
         absent = [rank for rank in range(self.spec.world_size) if rank not in insiders]
-        spec = replace(self.spec, task=task, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
+        spec = replace(self.spec, task=task).ending(timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
         renewal: tuple[int, int] | None = None
         host, recorder, log_path = OomKillWatch(), RunRecorder(), self._new_log()
         with self._turn(occupied), self._at_work():
@@ -117,7 +117,8 @@ class PersistentWorkers:
                 with open_log(log_path) as log:
                     ended = watching.watch(
                         self._worker_group,
-                        spec,
+                        task,
+                        spec.end,
                         log,
                         recorder,
                         begin=lambda fds: self._worker_group.give(task.reference, payload, absent, renewal),
@@ -141,7 +142,9 @@ class PersistentWorkers:
             try:
                 self._worker_group.dismiss()
                 with open_log(self._new_log()) as log:
-                    watching.watch(self._worker_group, self.spec, log, begin=lambda fds: None).close()
+                    watching.watch(
+                        self._worker_group, self.spec.task, self.spec.end, log, begin=lambda fds: None
+                    ).close()
             finally:
                 self._end()
 

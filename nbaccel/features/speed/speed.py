@@ -268,7 +268,7 @@ class SpeedSearch:
                 compiled=self._compiled if change.compiles else "",
             )
             plan = self._machine.one_rank(self._plan) if change.ranks else self._plan
-            spec = replace(place.spec(plan, task, cell, self._setup), oom=STOP, timeout_s=limit_s)
+            spec = replace(place.spec(plan, task, cell, self._setup), oom=STOP).ending(timeout_s=limit_s)
             if change.precision:
                 settings = replace(spec.settings, mixed_precision=change.precision, raw_precision=change.precision)
                 spec = replace(spec, settings=settings)

@@ -37,6 +37,7 @@ __all__ = [
     "LaunchSpec",
     "ProgramLimit",
     "Results",
+    "RunEnd",
     "SharedNamespace",
     "Start",
     "Task",
@@ -458,6 +459,48 @@ class ForkServer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramLimit:
+    """A limit that a program has set itself, as by ``Accelerator(time_limit="11h30m")``.
+
+    Args:
+        at: End of the limit, in `time.monotonic()`.
+        seconds: Duration of the limit.
+    """
+
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ends where its ranks do not end it, and what becomes of them.
+
+    Args:
+        timeout_s: Seconds after which the run is stopped, None for never.
+        program_limit: A limit that an earlier attempt of this run had set itself.
+        hang_timeout_s: Seconds without a step or a collective on any rank after which the run is ended, None for never.
+        ends_waiting: Whether a run in which all ranks wait in collectives, and none goes on, is ended after a few
+            seconds.
+        wants_results: Whether a failing run waits for rank 0's results before it is ended.
+        restarts_ranks: Whether a rank that dies is started again alone, while the others work; for independent ranks
+            only.
+        stays: Whether the ranks stay when the task is done, and wait for the next.
+    """
+
+    timeout_s: float | None = None
+    program_limit: ProgramLimit | None = None
+    hang_timeout_s: float | None = None
+    ends_waiting: bool = False
+    wants_results: bool = True
+    restarts_ranks: bool = False
+    stays: bool = False
+
+    def after(self, seconds: float) -> RunEnd:
+        """Return the end of a run that is started again after `seconds`, which count for the time limit."""
+        return self if self.timeout_s is None else replace(self, timeout_s=max(0.0, self.timeout_s - seconds))
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """One run.
 
@@ -469,19 +512,11 @@ class LaunchSpec:
         setup: "module:function" called in every rank with the task's namespace before the task runs; it may return a
             `TaskWatch`, which watches this task and all later ones.
         threads: CPU threads of each rank.
-        timeout_s: Seconds after which the run is stopped, None for never.
-        wants_results: Whether a failing run waits for rank 0's results before it is ended.
+        end: How the run ends.
         oom: One of `settings.OOM_CHOICES`.
         no_restart: Why the run cannot be started a second time; empty if it can.
-        hang_timeout_s: Seconds without a step or a collective on any rank after which the run is ended, None for never.
-        stays: Whether the ranks stay when the task is done, and wait for the next.
-        program_limit: A limit that an earlier attempt of this run had set itself.
         own_devices: Whether each rank sees only its own devices, the first as number 0; otherwise every rank sees all
             of them.
-        restarts_ranks: Whether a rank that dies is started again alone, while the others work; for independent ranks
-            only.
-        ends_waiting: Whether a run in which all ranks wait in collectives, and none goes on, is ended after a few
-            seconds.
         parts: What features add to the ranks, see `RankPart`.
         fork_server: Starts the ranks of `start` "nodes", on other machines; None for ranks of this one.
     """
@@ -492,22 +527,20 @@ class LaunchSpec:
     settings: RunSettings = field(default_factory=RunSettings)
     setup: str | None = None
     threads: int = 1
-    timeout_s: float | None = None
-    wants_results: bool = True
+    end: RunEnd = RunEnd()
     oom: str = STOP
     no_restart: str = ""
-    hang_timeout_s: float | None = None
-    stays: bool = False
-    program_limit: ProgramLimit | None = None
     own_devices: bool = False
-    restarts_ranks: bool = False
-    ends_waiting: bool = False
     parts: tuple[PartName, ...] = ()
     fork_server: ForkServer | None = None
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
             raise ValueError(f"oom must be one of {', '.join(map(repr, OOM_CHOICES))}, got {self.oom!r}")
+
+    def ending(self, **changes: Any) -> LaunchSpec:
+        """Return the specification of a run that ends otherwise; `changes` are fields of `RunEnd`."""
+        return replace(self, end=replace(self.end, **changes))
 
     @property
     def world_size(self) -> int:
@@ -558,19 +591,6 @@ class WorkerBoot:
     address: str = ""
 
     FDS: ClassVar[tuple[str, ...]] = ("kernel_pidfd", "channel_fd", "stdout_fd", "stderr_fd", "page_fd", "ring_fd")
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramLimit:
-    """A limit that a program has set itself, as by ``Accelerator(time_limit="11h30m")``.
-
-    Args:
-        at: End of the limit, in `time.monotonic()`.
-        seconds: Duration of the limit.
-    """
-
-    at: float
-    seconds: float
 
 
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -2,7 +2,7 @@
 
 A rank dies when its process ends without a report: by a signal, by the system's out-of-memory killer, or by an exit in
 the middle of its work. In a training its peers wait for it in the next collective, so the run ends (`EndOfRun`). In a
-run of ranks that do not need each other (`LaunchSpec.restarts_ranks`) the rank is started again while the others work
+run of ranks that do not need each other (`RunEnd.restarts_ranks`) the rank is started again while the others work
 (`RestartRanks`); the supervisor asks these objects, and acts. A rank that raises an exception has not died.
 """
 

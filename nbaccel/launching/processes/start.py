@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launching.ipc.spec import ForkServer, LaunchSpec, Task, WorkerBoot
+from nbaccel.launching.ipc.spec import ForkServer, Task, WorkerBoot
 from nbaccel.launching.processes.attached_debugger import fork, leave_debugger, what_it_replaced
 from nbaccel.launching.processes.calling_thread import CallingThread
 from nbaccel.launching.processes.handle import WorkerProcess
@@ -53,11 +53,12 @@ class StartMethod(Protocol):
     def get_ready(self) -> None:
         """Wait for the resources that `start` needs. Nothing has begun yet, so an interrupt may be raised here."""
 
-    def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
-        """Pack the values that the ranks need and cannot see. The time limit of the run and an interrupt can end it.
+    def pack(self, task: Task, world_size: int, timeout_s: float | None, beside: Sequence[Pollable]) -> None:
+        """Pack the values that the ranks need and cannot see. The time limit and an interrupt can end it.
 
         Args:
-            spec: The run.
+            task: What the ranks run.
+            timeout_s: The time limit of the run, None for none.
             beside: Served while the packing goes on; they can end it too.
 
         Raises:
@@ -95,15 +96,14 @@ class ForkStart:
     def get_ready(self) -> None:
         """Return at once: a fork needs only the kernel."""
 
-    def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
+    def pack(self, task: Task, world_size: int, timeout_s: float | None, beside: Sequence[Pollable]) -> None:
         """Pack nothing, since a fork sees everything, and find the open files that ranks must not share.
 
         Raises:
             LaunchRefused: They would have to.
         """
-        task = spec.task
         self._files = FilesOfRanks.behind(
-            task.values_to_send, task.own_codes(), spec.world_size, all_are_wanted=task.home is not None
+            task.values_to_send, task.own_codes(), world_size, all_are_wanted=task.home is not None
         )
 
     def close(self) -> None:
@@ -274,9 +274,9 @@ class ZygoteStart:
     def get_ready(self) -> None:
         self._zygote().get_ready()
 
-    def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
-        with endable(spec.timeout_s, beside):
-            self._payload = spec.task.pack()
+    def pack(self, task: Task, world_size: int, timeout_s: float | None, beside: Sequence[Pollable]) -> None:
+        with endable(timeout_s, beside):
+            self._payload = task.pack()
 
     def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
         assert self._payload is not None, "`pack` comes first"

@@ -22,7 +22,7 @@ from nbaccel.base.world import is_notebook_kernel
 from nbaccel.launching.ipc.channel import PIPE_BYTES, PROMPT, MarkedPipe
 from nbaccel.launching.ipc.control import SAVE_GRACE_S
 from nbaccel.launching.ipc.reports import RankReport
-from nbaccel.launching.ipc.spec import LaunchSpec
+from nbaccel.launching.ipc.spec import RunEnd, Task
 from nbaccel.launching.ipc.telemetry import Telemetry
 from nbaccel.launching.processes.handle import WorkerHandle
 from nbaccel.launching.processes.hangs import Hang, HangWatch
@@ -66,6 +66,7 @@ class Supervisor:
     """Supervises the ranks of a `WorkerGroup` during one run, and shuts down those that are not persistent.
 
     Args:
+        task: The work of the ranks in this run.
         notice: Shows one line of the project to the user.
         listeners: Receive the reports of the ranks.
         beside: Other tasks to check during the run.
@@ -76,7 +77,8 @@ class Supervisor:
     def __init__(
         self,
         worker_group: WorkerGroup,
-        spec: LaunchSpec,
+        task: Task,
+        end: RunEnd,
         router: OutputRouter,
         *,
         notice: Callable[[str], None],
@@ -87,17 +89,18 @@ class Supervisor:
         self._worker_group = worker_group
         self._page = worker_group.page
         self._members = worker_group.members
-        self._spec = spec
+        self._task = task
+        self._end = end
         self._router = router
         self._notice = notice
         self._beside = beside
         self._selector = selectors.DefaultSelector()
         self._hears_signals = hears_signals
         self._interrupts = Interrupts()
-        self._losses = RestartRanks(worker_group) if spec.restarts_ranks else EndOfRun()
+        self._losses = RestartRanks(worker_group) if end.restarts_ranks else EndOfRun()
         self._lost: list[WorkerHandle] = []  # ranks that may be started again
         self._telemetry = Telemetry(worker_group.rings, [self._losses, *listeners], notice)
-        self._causes = FirstFailure(worker_group.members, spec.task.debugged)
+        self._causes = FirstFailure(worker_group.members, task.debugged)
         self._open_files: list[str] = []
         self._why_fork_fails: str | None = None
         self._is_stop_wanted = False  # a rank asked for it
@@ -138,7 +141,7 @@ class Supervisor:
             owned.callback(self._see_out, self._members)
             self._fds = [self._selector.fileno(), *self._interrupts.fds]
             if begin is None:
-                self._worker_group.start(self._spec, self._fds)
+                self._worker_group.start(self._fds)
             else:
                 begin(self._fds)
             self._watch(range(len(self._members)))
@@ -146,12 +149,12 @@ class Supervisor:
                 self._page,
                 self._members,
                 self._worker_group.store_path,
-                self._spec.hang_timeout_s,
+                self._end.hang_timeout_s,
                 self._notice,
                 began,
-                self._spec.ends_waiting,
+                self._end.ends_waiting,
             )
-            self._limits = TimeLimits(self._page, began, self._spec.timeout_s, self._spec.program_limit)
+            self._limits = TimeLimits(self._page, began, self._end.timeout_s, self._end.program_limit)
             yield from self._loop(began)
             if self._why_fork_fails is not None:
                 raise BadFork(self._why_fork_fails)
@@ -209,7 +212,7 @@ class Supervisor:
                     ending = self._breaking_off(time.monotonic())
                 elif (hang := self._hangs.tick(now)) is not None:
                     self._hang = hang
-                    ending = (RecoverPersistent if self._spec.stays else BreakHang)(self._members, now, page)
+                    ending = (RecoverPersistent if self._end.stays else BreakHang)(self._members, now, page)
             if isinstance(ending, StopAtStep) and not has_noticed and now > ending.began + NOTICE_AFTER_S:
                 has_noticed = True
                 if notice := ending.notice:
@@ -248,9 +251,9 @@ class Supervisor:
 
     def _breaking_off(self, now: float) -> ShutdownPolicy:
         """Return the policy for a rank that left in the middle of a run: the others cannot go on."""
-        if self._spec.stays:
+        if self._end.stays:
             return RecoverPersistent(self._members, now, self._page)
-        return Abort(self._members, now, self._page, self._spec.wants_results)
+        return Abort(self._members, now, self._page, self._end.wants_results)
 
     def _due_in(self, ending: ShutdownPolicy) -> float | None:
         """Return the seconds until something is due; None while only events matter."""
@@ -360,7 +363,7 @@ class Supervisor:
                 continue
             if member.channel.is_open:
                 self._selector.unregister(member.channel)
-            self._worker_group.restart(member.rank, self._spec, self._fds)
+            self._worker_group.restart(member.rank, self._fds)
             self._telemetry.renew(member.rank)
             self._watch([member.rank])
             line = restart_line(member.rank, member.process.reap())
@@ -417,12 +420,12 @@ class Supervisor:
         # After a hang, later failures come from the interrupt.
         first = self._causes.first if self._hang is None else self._hang.rank
         return RankResults(
-            task=self._spec.task,
+            task=self._task,
             reports=[member.report for member in self._members],
             exit_codes=self._worker_group.exit_codes,
             killed_by_us=[member.was_killed for member in self._members],
             lost=[member.lost for member in self._members],
-            nodes=self._spec.devices.nodes,
+            nodes=self._worker_group.nodes,
             first_failed=first,
             is_interrupted=self._interrupts.count > self._handed_over or self._has_quit,
             is_timed_out=self._is_timed_out,
@@ -430,7 +433,7 @@ class Supervisor:
             steps=self._steps,
             open_files=self._open_files,
             hang=self._hang,
-            stays=self._spec.stays,
+            stays=self._end.stays,
             program_limit=self._limits.program,
             is_own_limit=self._is_own_limit,
             saves_itself=self._page.saves_itself,
@@ -518,19 +521,21 @@ class RunObservers:
     def watch(
         self,
         worker_group: WorkerGroup,
-        spec: LaunchSpec,
+        task: Task,
+        end: RunEnd,
         log: BinaryIO,
         recorder: Listener | None = None,
         begin: Callable[[Collection[int]], None] | None = None,
         excluded_ranks: Collection[int] = (),
     ) -> RankResults:
         """Watch one run of a `WorkerGroup`, from its beginning to its end; see `as_coroutine`."""
-        return driven(self.as_coroutine(worker_group, spec, log, recorder, begin, excluded_ranks))
+        return driven(self.as_coroutine(worker_group, task, end, log, recorder, begin, excluded_ranks))
 
     def as_coroutine(
         self,
         worker_group: WorkerGroup,
-        spec: LaunchSpec,
+        task: Task,
+        end: RunEnd,
         log: BinaryIO,
         recorder: Listener | None = None,
         begin: Callable[[Collection[int]], None] | None = None,
@@ -546,12 +551,12 @@ class RunObservers:
         """
         shown: Collection[int] | None = self.shown_ranks
         if excluded_ranks:
-            insiders = [rank for rank in range(spec.world_size) if rank not in excluded_ranks]
+            insiders = [rank for rank in range(worker_group.world_size) if rank not in excluded_ranks]
             shown = [rank for rank in insiders if shown is None or rank in shown]
         heard = [*([] if recorder is None else [recorder]), *self.listeners]
         is_notebook = is_notebook_kernel()
         router = OutputRouter(
-            spec.world_size,
+            worker_group.world_size,
             self.screen,
             shown_ranks=shown,
             log=log,
@@ -562,7 +567,8 @@ class RunObservers:
         with closing(router):
             supervisor = Supervisor(
                 worker_group,
-                spec,
+                task,
+                end,
                 router,
                 notice=self.say,
                 listeners=heard,

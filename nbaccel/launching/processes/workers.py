@@ -36,6 +36,7 @@ class WorkerGroup:
     """The worker processes of one start. Its creator closes it; no process of it is left then.
 
     Args:
+        spec: The run for which they are started.
         method: The way they are started.
         kernel_pidfd: The descriptor by which they notice the end of the kernel.
         guard: Sends a line to the reaper, see `reaper._Watch.learn`.
@@ -43,7 +44,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        world_size: int,
+        spec: LaunchSpec,
         method: StartMethod,
         *,
         kernel_pidfd: int,
@@ -51,13 +52,14 @@ class WorkerGroup:
     ) -> None:
         self.members: list[WorkerHandle] = []
         self.pipes: list[MarkedPipe] = []
-        self.page = ControlPage.create(world_size)
+        self.page = ControlPage.create(spec.world_size)
         self.rings = Rings()
         self.guard = guard
         self.folder = tempfile.mkdtemp(prefix="nbaccel-run-")  # mode 0700
         self.store_path = os.path.join(self.folder, "store")
-        self._world_size = world_size
-        self._lives = [0] * world_size
+        self.nodes = spec.devices.nodes
+        self._spec = spec
+        self._lives = [0] * spec.world_size
         self._watching: list[int] = []
         self._method = method
         self._kernel_pidfd = kernel_pidfd
@@ -66,8 +68,12 @@ class WorkerGroup:
         self._port = _free_port()
         guard(self.folder)
 
-    def start(self, spec: LaunchSpec, kernel_fds: Collection[int]) -> None:
-        """Start all ranks or none; they begin with the task of `spec`.
+    @property
+    def world_size(self) -> int:
+        return len(self._lives)
+
+    def start(self, kernel_fds: Collection[int]) -> None:
+        """Start all ranks or none; they begin with the task of their run.
 
         Args:
             kernel_fds: Other descriptors that no rank may hold.
@@ -76,16 +82,16 @@ class WorkerGroup:
             CannotSend: A name cannot be sent to the ranks.
         """
         self._watching = list(kernel_fds)
-        ends = [RankEnds.open(self.rings.add()) for _ in range(self._world_size)]
-        for rank, (member, pipes) in enumerate(self._started(spec, dict(enumerate(ends)), kernel_fds)):
+        ends = [RankEnds.open(self.rings.add()) for _ in range(self.world_size)]
+        for rank, (member, pipes) in enumerate(self._started(self._spec, dict(enumerate(ends)), kernel_fds)):
             assert member.rank == rank
             self.members.append(member)
             self.pipes += pipes
 
-    def restart(self, rank: int, spec: LaunchSpec, kernel_fds: Collection[int]) -> None:
+    def restart(self, rank: int, kernel_fds: Collection[int]) -> None:
         """Start a new process for `rank` alone, whose old one was reaped and is not watched any more.
 
-        It begins with the task of `spec`, in the place of the old one in `members`, and with a ring of its own; the
+        It begins with the task of its run, in the place of the old one in `members`, and with a ring of its own; the
         other ranks notice nothing. Its random numbers are those of no process before it: the n-th process of a rank
         starts at the seed plus n times the number of ranks, to which it adds its rank.
 
@@ -99,8 +105,9 @@ class WorkerGroup:
             self.pipes.remove(pipe)
         self.page.renew(rank)
         self._lives[rank] += 1
+        spec = self._spec
         if spec.settings.seed is not None:
-            seed = spec.settings.seed + self._lives[rank] * self._world_size
+            seed = spec.settings.seed + self._lives[rank] * self.world_size
             spec = replace(spec, settings=replace(spec.settings, seed=seed))
         ends = {rank: RankEnds.open(self.rings.replace(rank))}
         ((member, pipes),) = self._started(spec, ends, [*self.fds(), *kernel_fds])
@@ -129,13 +136,13 @@ class WorkerGroup:
                 MarkedPipe(own.out_fd, rank, "stdout", self._nonce),
                 MarkedPipe(own.err_fd, rank, "stderr", self._nonce),
             ]
-            started.append((WorkerHandle(rank, process, own.channel, spec.stays), pipes))
+            started.append((WorkerHandle(rank, process, own.channel, spec.end.stays), pipes))
         return started
 
     def _boot(self, rank: int, spec: LaunchSpec, ends: RankEnds) -> WorkerBoot:
         """Return the facts for the process of `rank`."""
-        share = spec.devices.gpus_per_rank if spec.own_devices and self._world_size > 1 else 0
-        world = World(rank, self._world_size, rank, self._world_size, 0, self._launch_id, own_devices=max(1, share))
+        share = spec.devices.gpus_per_rank if spec.own_devices and self.world_size > 1 else 0
+        world = World(rank, self.world_size, rank, self.world_size, 0, self._launch_id, own_devices=max(1, share))
         channel_fd, stdout_fd, stderr_fd, ring_fd = ends.theirs
         return WorkerBoot(
             world=world,

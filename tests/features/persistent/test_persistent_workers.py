@@ -20,7 +20,7 @@ from nbaccel.errors import CannotSend, RankDied
 from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.reaper import session_members
-from nbaccel.launching.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, SharedNamespace, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes import shutdown
 from nbaccel.launching.processes.interaction import Pollable
@@ -49,7 +49,7 @@ class Ranks:
             Start(method, "a test"),
             RunSettings(cpu=True),
             setup=setup,
-            stays=True,
+            end=RunEnd(stays=True),
         )
         self.persistent: PersistentWorkers = launcher.start(spec, ConsoleScreen())
         self.error: BaseException | None = None

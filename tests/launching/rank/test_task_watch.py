@@ -14,7 +14,7 @@ from torch import nn
 
 from nbaccel import launch
 from nbaccel.errors import NotPrepared
-from nbaccel.launching.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start, TaskWatch
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, SharedNamespace, Start, TaskWatch
 from nbaccel.launching.launcher import Launcher, default_launcher
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.tasks.cell_code import CellSource
@@ -135,7 +135,7 @@ def cells() -> Iterator[Callable[..., Any]]:
     """Runs cells in two ranks that stay; returns what their watch was told."""
     launcher: Launcher = default_launcher()
     home = SharedNamespace({"__name__": "__main__"})
-    spec = LaunchSpec(InitTask(home), Devices(2), Start("fork", "a test"), setup=SETUP, stays=True)
+    spec = LaunchSpec(InitTask(home), Devices(2), Start("fork", "a test"), setup=SETUP, end=RunEnd(stays=True))
     persistent = launcher.start(spec, ConsoleScreen())
 
     def run(code: str, without: Sequence[int] = ()) -> Any:
