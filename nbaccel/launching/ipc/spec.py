@@ -473,7 +473,7 @@ class ProgramLimit:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a run ends where its ranks do not end it, and what becomes of them.
+    """The end of a run whose ranks do not end it, and what becomes of them.
 
     Args:
         timeout_s: Seconds after which the run is stopped, None for never.
@@ -512,7 +512,7 @@ class LaunchSpec:
         setup: "module:function" called in every rank with the task's namespace before the task runs; it may return a
             `TaskWatch`, which watches this task and all later ones.
         threads: CPU threads of each rank.
-        end: How the run ends.
+        end: What ends the run, besides its ranks.
         oom: One of `settings.OOM_CHOICES`.
         no_restart: Why the run cannot be started a second time; empty if it can.
         own_devices: Whether each rank sees only its own devices, the first as number 0; otherwise every rank sees all
