@@ -5,9 +5,9 @@ sum over samples, and its graph does not show it: such a value has no graph, or 
 operations of a loop's first batches are watched, down to those of torch itself. A tensor that was reduced over the
 samples is `MIXED`; what is computed of its number, and not of its graph, is `HIDDEN`. What is computed of some samples
 that were picked by their place, such as ``x[:10]`` or a chunk, is `PICKED`: a part of the batch has others there, and
-fewer. So is a sample beside another one, as in ``x - x.flip(0)``, but by an order that `randperm` has drawn: that is
-noise. Graphs themselves are read by `terms` and `sample_independence`, and a count that divides a loss by
-`gradient_weights`.
+fewer. So is a sample beside another one, as in ``x - x.flip(0)``: each tensor has the places at which its samples stood
+in the batch, and tensors that meet have the same ones. An order that torch has drawn is noise. Graphs themselves are
+read by `terms` and `sample_independence`, and a count that divides a loss by `gradient_weights`.
 
 A number that leaves torch, as by ``.item()``, is followed by its value, where it comes back as a number or in a small
 new tensor. NumPy and Python are not followed: once they have numbers of several samples, a new tensor of the batch's
@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -37,10 +37,10 @@ from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValues, Se
 
 __all__ = ["BatchWatch"]
 
-BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED, MADE, MOVED = 1, 2, 4, 8, 16, 32, 64, 128
+BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED, MADE = 1, 2, 4, 8, 16, 32, 64
 """Marks of a tensor: it depends on the batch; on single samples only; it was reduced over samples; it is a sum of
 samples that has no graph, such as a count; it depends on the number of a `MIXED` one; on samples picked by place; on
-what was made outside of torch, after numbers of several samples had left it; its samples have another order."""
+what was made outside of torch, after numbers of several samples had left it."""
 
 _REDUCING = names(
     "sum nansum mean prod amax amin max min aminmax median nanmedian mode kthvalue std var std_mean var_mean norm "
@@ -54,8 +54,9 @@ _KEEP_COUNTS = names("clamp clamp_ clamp_min clamp_min_ maximum mul mul_ add add
 _LEAST = names("clamp clamp_ clamp_min clamp_min_ maximum")
 _JOINING = names("cat stack")
 _PICKING = names("index index_select gather take _unsafe_index embedding")
-_ORDERING = names("flip roll index _unsafe_index index_select gather")
-_COPYING = names("_to_copy clone")
+_ORDERING = names("flip roll sort index _unsafe_index index_select gather")
+_DRAWING = names("randperm rand randn randint")
+_KEEP_NOISE = names("_to_copy clone sort")
 _FRESH = "lift_fresh"  # of memory that torch did not fill
 _NEW = names("lift_fresh full scalar_tensor new_full fill fill_")
 _UNKNOWN, _RAISED = -1.0, -2.0
@@ -255,6 +256,8 @@ class _Mark(NamedTuple):
         line: The line of the program that made it `MIXED`.
         extent: How many of its numbers are the batch's, or an operation's result.
         samples: Where its samples are, if they are all there.
+        order: Their places in the batch, or an object of its own for places that are not known; () if they stand as
+            they were given.
     """
 
     storage: SeenMemory
@@ -262,6 +265,7 @@ class _Mark(NamedTuple):
     line: str
     extent: int
     samples: _Samples | None = None
+    order: Hashable = ()
 
 
 class _Samples(NamedTuple):
@@ -341,8 +345,9 @@ class _Trace(TorchDispatchMode):
             if name == "_local_scalar_dense":
                 self.outside.note_left(args[0], result, bool(self._read(args[0])[0]))
             self.outside.after(func, name, result, bits)
-            if name == "randperm" or (name in _COPYING and self._is_drawn(args[0])):
-                self._drawn[_key(result)] = SeenMemory(result.untyped_storage())
+            if name in _DRAWING or (name in _KEEP_NOISE and self._is_drawn(args[0])):
+                for each in tree_leaves(result):
+                    self._drawn[_key(each)] = SeenMemory(each.untyped_storage())
             if self.marks:
                 self._follow(func, args, kwargs or {}, result)
         return result
@@ -371,7 +376,9 @@ class _Trace(TorchDispatchMode):
         is_joined = name in _JOINING and results[0].shape[along] in self._rows
         if not is_joined and (any(its & PICKED for _, its, _ in marked) or self._picks(name, args, marked, results)):
             bits |= PICKED
-        bits |= self._order(name, args, [(tensor, its) for tensor, its, _ in marked], results[0])
+        orders = self._orders(func, args, kwargs, inputs, results)
+        bits |= PICKED if len(orders) > 1 else 0
+        order = orders.pop() if orders else ()
         if bits & (MIXED | PICKED | MADE) and not line:
             line = _users_line()
         for at, (tensor, its, _) in enumerate(marked):
@@ -379,8 +386,8 @@ class _Trace(TorchDispatchMode):
             is_number_used = its & MIXED and not (has_graph and tensor.requires_grad) and not bits & COUNT
             if is_number_used and not _divides_a_loss(name, args, marked, at):
                 bits |= HIDDEN
-        for each in results:
-            self._mark(each, bits, line)
+        for at, each in enumerate(results):
+            self._mark(each, bits, line, object() if at and order else order)  # of a sort, where they were
 
     def _own_bits(
         self, func: Any, name: str, args: Any, kwargs: Any, marked: Sequence[tuple[Tensor, int, str]], results: Any
@@ -439,35 +446,64 @@ class _Trace(TorchDispatchMode):
         is_known = self._marks[_key(tensor)].samples is not None and any(each is tensor for each in args[:2])
         return is_known and at < len(shape) and shape[at] not in self._rows
 
-    def _order(self, name: str, args: Any, marked: Sequence[tuple[Tensor, int]], result: Tensor) -> int:
-        """Return `MOVED` if the samples of a result have another order, `PICKED` if some stand beside others."""
-        orders = {its & MOVED for each, its in marked if its & BATCH and self._axis(each.shape) is not None}
-        if len(orders) > 1 and name not in _ORDERING:
-            return PICKED
-        moved = any(its & MOVED for _, its in marked)
-        if name == "sort":  # of lengths, whose order the samples then get
-            moved = moved or self._axis(result.shape) is not None
-        elif name in _ORDERING and marked and args[0] is marked[0][0]:
-            moved = bool(marked[0][1] & MOVED) != self._moves(name, args, marked[0][0], result)
-        return MOVED if moved else 0
+    def _orders(
+        self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> set[Hashable]:
+        """Return the orders of samples that meet in a result; more than one if samples stand beside others."""
+        name, tensor, index = func._schema.name.partition("::")[2], args[0] if args else None, None
+        found: set[Hashable] = set()
+        if name in _ORDERING and isinstance(tensor, Tensor) and (own := self._order_of(tensor)) is not None:
+            dims = _dims_of(func, args, kwargs)
+            places, index = self._places(name, args, dims, tensor, results)
+            if places is not None:
+                columns = places.reshape(len(places), -1)
+                if bool((columns != columns[:, :1]).any()):
+                    return {own, object()}  # other samples for each number of one
+                at = columns[:, 0].tolist()
+                own = tuple(own[place] for place in at) if isinstance(own, tuple) and own else tuple(at)
+                own = () if own == tuple(range(len(at))) else own
+            inputs, found = [each for each in inputs if each is not tensor and each is not index], {own}
+        return found | {order for each in inputs if (order := self._order_of(each)) is not None}
 
-    def _moves(self, name: str, args: Any, tensor: Tensor, result: Tensor) -> bool:
-        """Return whether an operation gives samples another order, and not one that was drawn."""
+    def _order_of(self, tensor: Tensor) -> Hashable | None:
+        """Return the order of the samples of a tensor; of an unmarked one, if its numbers are places in another."""
         axis = self._axis(tensor.shape)
-        if axis is None or len(result.shape) <= axis or result.shape[axis] != tensor.shape[axis]:
-            return False
+        mark = self._marks.get(_key(tensor))
+        if axis is None or (mark is not None and not mark.storage.has_gone()):
+            return mark.order if axis is not None and mark is not None and mark.bits & BATCH else None
+        length, is_number = tensor.shape[axis], tensor.is_floating_point() or tensor.dtype == torch.bool
+        if is_number or length not in self._rows or self._is_drawn(tensor):
+            return None
+        numbers = tensor.movedim(axis, 0).reshape(length, -1)[:, 0].tolist()
+        return tuple(numbers) if numbers != sorted(numbers) and sorted(numbers) == [*range(length)] else None
+
+    def _places(
+        self, name: str, args: Any, dims: Sequence[int] | None, tensor: Tensor, results: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return where an operation takes its samples from, with the argument that says so; None if they stay.
+
+        They stay, too, in an order that was drawn.
+        """
+        axis = self._axis(tensor.shape)
+        shape = results[0].shape
+        if axis is None or len(shape) <= axis or shape[axis] != tensor.shape[axis]:
+            return None, None
+        places = torch.arange(shape[axis], device=tensor.device)
+        along = {dim % tensor.ndim for dim in dims or [-1]}
         if name in ("flip", "roll"):
-            dims = args[-1] if name == "flip" or len(args) > 2 else []
-            return not dims or axis in {dim % tensor.ndim for dim in dims}
+            along = {dim % tensor.ndim for dim in (args[-1] if name == "flip" or len(args) > 2 else range(tensor.ndim))}
+            shifts = dict(zip(sorted(along), args[1], strict=False)) if name == "roll" else {}
+            moved = places.flip(0) if name == "flip" else places.roll(shifts.get(axis, 0))
+            return (moved, None) if axis in along else (None, None)
+        if name == "sort":
+            return (results[1].movedim(axis, 0), None) if axis in along else (None, None)
         if name in ("index_select", "gather"):
-            indices = [None] * axis + [args[2] if args[1] % tensor.ndim == axis else None]
+            index = args[2] if args[1] % tensor.ndim == axis else None
         else:
-            indices = args[1]
-        index = indices[axis] if len(indices) > axis else None
+            index = args[1][axis] if len(args[1]) > axis else None
         if index is None or index.dtype == torch.bool or self._is_drawn(index):
-            return False
-        places = torch.arange(tensor.shape[axis], device=index.device)
-        return bool((index.reshape(len(places), -1) != places[:, None]).any())
+            return None, index
+        return index.movedim(axis, 0) if index.ndim == tensor.ndim and name == "gather" else index, index
 
     def _is_drawn(self, tensor: Any) -> bool:
         drawn = self._drawn.get(_key(tensor)) if isinstance(tensor, Tensor) else None
@@ -557,13 +593,13 @@ class _Trace(TorchDispatchMode):
             return found.bits | PICKED, found.line
         return found.bits, found.line
 
-    def _mark(self, tensor: Tensor, bits: int, line: str) -> None:
+    def _mark(self, tensor: Tensor, bits: int, line: str, order: Hashable = ()) -> None:
         old, known = self._read(tensor)
         storage = tensor.untyped_storage()
-        extent, samples = tensor.numel(), self._samples_of(tensor) if bits & ~(COUNT | MOVED) == BATCH else None
+        extent, samples = tensor.numel(), self._samples_of(tensor) if bits & ~COUNT == BATCH else None
         if old:
             extent, samples = max(extent, self._marks[storage._cdata].extent), self._marks[storage._cdata].samples
-        self._marks[storage._cdata] = _Mark(SeenMemory(storage), bits | old, known or line, extent, samples)
+        self._marks[storage._cdata] = _Mark(SeenMemory(storage), bits | old, known or line, extent, samples, order)
 
     def _samples_of(self, tensor: Tensor) -> _Samples | None:
         """Return where the samples of a new tensor are; None if no dimension has their number."""

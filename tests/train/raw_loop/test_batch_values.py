@@ -211,6 +211,45 @@ PICKED = [
 ]  # fmt: skip
 
 
+# Samples beside others
+
+
+def of_two_orders(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x[x[:, 0].argsort()], t[x[:, 1].argsort()]).mean()
+
+
+def backwards_beside_moved(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x.flip(0), t.roll(1)).mean()
+
+
+def taken_along(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x, t.take(torch.arange(len(t)).flip(0))).mean()
+
+
+def scattered(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    places = torch.tensor([*range(1, len(t)), 0])
+    return one_by_one(model, x, torch.zeros_like(t).scatter(0, places, t)).mean()
+
+
+def weighted_by_rank(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return (one_by_one(model, x, t) * t.argsort().argsort()).mean()
+
+
+def each_feature_sorted(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x.sort(0).values, t).mean()
+
+
+def label_of_another(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    classes = (t.flip(0) > 0.5).long()
+    return -(model(x) * x).log_softmax(1)[torch.arange(len(x)), classes].mean()
+
+
+BESIDE = [
+    of_two_orders, backwards_beside_moved, taken_along, scattered, weighted_by_rank, each_feature_sorted,
+    label_of_another,
+]  # fmt: skip
+
+
 def chunks_that_are_joined(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     return (torch.cat([model(each) for each in x.split(5)]).squeeze(1) - t).square().mean()
 
@@ -240,6 +279,12 @@ def masked_mean(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
 def sorted_by_length(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     order = t.sort(descending=True).indices
     return one_by_one(model, x[order], t[order]).mean()
+
+
+def there_and_back_in_order(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    order, drawn = t.argsort(), torch.randperm(len(x))
+    x, t = x[drawn][drawn.argsort()], t[order].roll(1)
+    return one_by_one(model, x.sort(1).values, t.roll(-1)[order.argsort()]).mean()
 
 
 def standardised_sample_by_sample(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
@@ -275,8 +320,8 @@ def weights_of_the_program(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
 
 
 OF_SAMPLES = [
-    masked_mean, sorted_by_length, standardised_sample_by_sample, metrics_beside_it, weights_of_the_program,
-    chunks_that_are_joined, picked_by_their_values, in_another_order, columns, there_and_back,
+    masked_mean, sorted_by_length, there_and_back_in_order, standardised_sample_by_sample, metrics_beside_it,
+    weights_of_the_program, chunks_that_are_joined, picked_by_their_values, in_another_order, columns, there_and_back,
     weights_that_were_made_before,
 ]  # fmt: skip
 
@@ -304,7 +349,7 @@ def test_a_number_of_the_whole_batch_in_a_loss_is_found(loss: Loss) -> None:
     assert obstacle(loss).startswith("its loss uses a number of the whole batch (")
 
 
-@pytest.mark.parametrize("loss", PICKED, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", PICKED + BESIDE, ids=lambda loss: loss.__name__)
 def test_samples_that_are_picked_by_their_place_are_found(loss: Loss) -> None:
     assert obstacle(loss).startswith("samples that are picked by their place in the batch (")
 
