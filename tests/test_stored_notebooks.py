@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from environments import REPOSITORY
-from nbaccel.display.figure import PAPER
+from nbaccel.features.panel.figure import PAPER
 from stored_notebooks import MOST_BYTES, NOTEBOOKS, belongs_together, presentable
 
 SHOWN = {

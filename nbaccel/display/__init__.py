@@ -1,7 +1,7 @@
-"""Data and pictures of a run: its history as plain data, and text, HTML and figures made of it. Runs in the kernel.
+"""The record of a run: its history as plain data, and its words, as a block and as a line. Runs in the kernel.
 
-It starts nothing, waits for nothing and prints nothing: the code that observes a run feeds a `History`, and the code
-that shows the run asks a `Panel` or a figure for a picture. Imports `base`, `output` and the table of `features`.
+It starts nothing and waits for nothing: the code that observes a run feeds a `History`, and a view writes what is due.
+What draws stands in `features/panel`. Imports `base`, `output` and the table of `features`.
 """
 
 from __future__ import annotations

@@ -1,41 +1,34 @@
-"""Names of training and validation numbers, and smoothing of noisy curves: curves that share a plot. Pure.
+"""Names of training and validation numbers: which metric of which part of the data a name means. Pure.
 
 People write the part of the data into a name in many ways: "loss" and "val_loss", "train/loss" and "eval/loss",
 "Loss/train" and "Loss/test". The rule: a name is cut at "/", "_", "-", ".", ":" and spaces. A first or last word that
 names training or held-out data is the part, capitals do not matter; the other words are the metric. A name without such
-a word belongs to training. A last word "step" or "epoch", as Lightning adds it, is ignored. Two names share a plot if
-their metrics are equal and one is of training, the other of held-out data.
+a word belongs to training. A last word "step" or "epoch", as Lightning adds it, is ignored.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
-
-from nbaccel.display.series import Line
+from collections.abc import Sequence
 
 __all__ = [
-    "held_out_beside",
     "is_accuracy",
     "is_held_out",
     "meant_by",
-    "plots_of",
-    "smoothed",
+    "metric_and_part",
 ]
 
 _TRAINING = frozenset({"train", "training", "tr", "fit"})
 _HELD_OUT = frozenset({"val", "valid", "validation", "validate", "eval", "evaluation", "dev", "test", "heldout"})
 _AVERAGED = frozenset({"step", "epoch"})
-_MOST_BESIDE = 2
 _ACCURACIES = ("acc", "accuracy")
 
 
-def _metric_and_part(name: str) -> tuple[str, bool]:
+def metric_and_part(name: str) -> tuple[str, bool]:
     """Return the metric in a name, and whether it is of held-out data.
 
     Example:
-        >>> _metric_and_part("val_loss"), _metric_and_part("Loss/train"), _metric_and_part("train_loss_step")
+        >>> metric_and_part("val_loss"), metric_and_part("Loss/train"), metric_and_part("train_loss_step")
         (('loss', True), ('loss', False), ('loss', False))
     """
     words = [word for word in re.split(r"[/_\-.:\s]+", name.lower()) if word]
@@ -55,7 +48,7 @@ def is_held_out(name: str) -> bool:
         >>> is_held_out("eval/loss"), is_held_out("loss"), is_held_out("test")
         (True, False, False)
     """
-    return _metric_and_part(name)[1]
+    return metric_and_part(name)[1]
 
 
 def is_accuracy(name: str) -> bool:
@@ -65,7 +58,7 @@ def is_accuracy(name: str) -> bool:
         >>> is_accuracy("train/acc"), is_accuracy("val_accuracy"), is_accuracy("accumulated")
         (True, True, False)
     """
-    return _metric_and_part(name)[0].rpartition(" ")[2] in _ACCURACIES
+    return metric_and_part(name)[0].rpartition(" ")[2] in _ACCURACIES
 
 
 def meant_by(word: str, names: Sequence[str]) -> list[str]:
@@ -77,84 +70,7 @@ def meant_by(word: str, names: Sequence[str]) -> list[str]:
     """
     if word in names:
         return [word]
-    metric = _metric_and_part(word)[0]
-    same = [name for name in names if _metric_and_part(name)[0] == metric]
+    metric = metric_and_part(word)[0]
+    same = [name for name in names if metric_and_part(name)[0] == metric]
     alike = same or [name for name in names if metric in _ACCURACIES and is_accuracy(name)]
     return sorted(alike, key=is_held_out)
-
-
-def held_out_beside(name: str, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that are drawn in the plot of `name`: the same metric on held-out data, two at most.
-
-    Example:
-        >>> held_out_beside("loss", ["loss", "acc", "val_loss", "eval_acc"])
-        ['val_loss']
-    """
-    metric, held_out = _metric_and_part(name)
-    if held_out:
-        return []
-    return [other for other in names if _metric_and_part(other) == (metric, True)][:_MOST_BESIDE]
-
-
-def plots_of(shown: Sequence[str], names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the plots to draw: for each the name of its main curve, and those that share it.
-
-    Args:
-        shown: The curves that are to be drawn.
-        names: All curves of the run.
-
-    Example:
-        >>> plots_of(["loss", "val_loss", "lr"], ["loss", "lr", "val_loss"])
-        [('loss', ['val_loss']), ('lr', [])]
-    """
-    beside = {name: held_out_beside(name, names) for name in shown}
-    taken = {other for others in beside.values() for other in others}
-    return [(name, beside[name]) for name in shown if name not in taken]
-
-
-_FEWEST = 24
-"""Number of points from which a curve may be smoothed; every point of a shorter one can be seen."""
-_TURNS, _WAY = 0.3, 3.0
-_WIDTH, _NEAREST = 0.025, 3.0
-"""The weight of a neighbour falls to a half within this part of a curve's points, or within three if that is more."""
-
-
-def smoothed(line: Line) -> Line | None:
-    """Return a smooth curve through a noisy `line`, and None if it is not noisy.
-
-    A line is noisy if it turns at more than 30 % of its points, and if the way up and down that it goes is more than
-    three times the height of its plot. Each point becomes a mean of its neighbours on both sides, so that the curve
-    does not lag behind; the weights fall exponentially.
-
-    Example:
-        >>> noise = tuple(float(step % 2) for step in range(40))
-        >>> [round(value, 1) for value in smoothed(Line(tuple(range(40)), noise, noise, noise)).mean[18:20]]
-        [0.5, 0.5]
-        >>> smoothed(Line(tuple(range(40)), *[tuple(map(float, range(40)))] * 3)) is None
-        True
-    """
-    values = line.mean
-    if len(values) < _FEWEST:
-        return None
-    moves = [after - before for before, after in pairwise(values)]
-    turns = sum(one * other < 0 for one, other in pairwise(moves))
-    height = max(values) - min(values)
-    if turns < _TURNS * len(values) or sum(map(abs, moves)) < _WAY * height:
-        return None
-    keep = 0.5 ** (1.0 / max(_NEAREST, _WIDTH * len(values)))
-    ahead, behind = _averaged(values, keep), _averaged(values[::-1], keep)[::-1]
-    smooth = tuple(
-        (left[0] + right[0] - value) / (left[1] + right[1] - 1.0)
-        for left, right, value in zip(ahead, behind, values, strict=True)
-    )
-    return Line(line.step, smooth, smooth, smooth)
-
-
-def _averaged(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
-    """Return for each value the weighted sum of it and of those before, and the sum of the weights."""
-    total = weight = 0.0
-    sums = []
-    for value in values:
-        total, weight = total * keep + value, weight * keep + 1.0
-        sums.append((total, weight))
-    return sums

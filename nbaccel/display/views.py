@@ -1,7 +1,8 @@
 """Choice between the views that follow a run, and lines of text, the plainest of them. Runs in the kernel.
 
-`Views` chooses the view: a `LivePanel` in a notebook, `PeriodicText` in a terminal, for unattended runs and where
-nothing else can be shown, and the output of ranks alone in a script. What draws is imported when it is chosen.
+`Views` chooses the view: in a notebook what `features/panel` has for it, `PeriodicText` in a terminal, where text is
+asked for and where nothing else can be shown, and the output of ranks alone in a script. What draws is imported when it
+is chosen.
 
 Reasons: docs/design/screen.md
 """
@@ -12,6 +13,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,13 @@ from nbaccel.base.hardware import Platform
 from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.run_view import TICK_SLACK_S, PanelSink, RunView
 from nbaccel.display.summary import RunFacts, RunState, line
+from nbaccel.errors import FeatureMissing
+from nbaccel.features import feature
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 
 if TYPE_CHECKING:
-    from nbaccel.display.display_slot import DisplaySlot
+    from nbaccel.features.panel.notebook_views import NotebookViews
 
 __all__ = [
     "PeriodicText",
@@ -36,7 +40,7 @@ _EVERY_S = 30.0
 
 
 class PeriodicText(RunView):
-    """Writes lines of text; at the end one more, and a picture if there is a `place` for it.
+    """Writes lines of text, one more at the end.
 
     There is one line every half minute. Each line is complete and flushed, so that a reader of a remote log sees that
     the run goes on.
@@ -48,18 +52,15 @@ class PeriodicText(RunView):
         world_size: int,
         facts: RunFacts,
         *,
-        place: DisplaySlot | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(screen, world_size, facts, clock)
-        self._place = place
         self._due = self._began + _EVERY_S
         self._unfinished = ("stdout", "")  # the content of the last line
 
     def head(self, line: str) -> None:
         super().head(line)
-        if self._place is None:  # nothing else shows that a run has begun
-            self.write_heading()
+        self.write_heading()  # nothing else shows that a run has begun
 
     def write(self, stream: str, text: str) -> None:
         super().write(stream, text)
@@ -67,15 +68,6 @@ class PeriodicText(RunView):
         row = before + text.rpartition("\n")[2]
         _, rewritten, state = row.rpartition("\r")
         self._unfinished = (stream, rewritten + state)
-
-    @property
-    def has_room_for_bars(self) -> bool:
-        """Return whether the run is unattended; then the last state of a bar is enough.
-
-        Programs that run notebooks save everything that was rewritten on a line, and four states a second would add up
-        to megabytes.
-        """
-        return self._place is not None
 
     def tick(self, now: float) -> None:
         if now >= self._due - TICK_SLACK_S:
@@ -86,10 +78,6 @@ class PeriodicText(RunView):
         if not self._is_worth_a_word(seconds):
             super()._conclude(seconds, state)
             return
-        if self._place is not None:
-            from nbaccel.display.panel import Panel  # the place has it
-
-            self._place.conclude(self._screen, Panel(self.history, self.facts), seconds, state)
         self._say(state.sentence if state.is_written else line(self.history, self.facts, seconds, state))
 
     def _say(self, words: str) -> None:
@@ -107,10 +95,13 @@ _UNATTENDED = ("nbconvert", "papermill", "jupyter-execute")
 
 
 class Views:
-    """Chooses the view of this process's runs. It remembers the place that shows the runs of the latest cell."""
+    """Chooses the view of this process's runs."""
 
-    def __init__(self) -> None:
-        self._place: DisplaySlot | None = None
+    @functools.cached_property
+    def in_notebook(self) -> NotebookViews | None:
+        """Return what shows runs in a notebook; None where its folder is not there, which is said once."""
+        made = _notebook_views()
+        return None if made is None else made()
 
     def show(
         self,
@@ -137,31 +128,34 @@ class Views:
             return RunView(ConsoleScreen(), world_size, facts)
         if is_plain:
             return PeriodicText(screen or ConsoleScreen(), world_size, facts)
-        if not is_notebook_kernel():  # a terminal cannot take back what it has shown
-            return PeriodicText(JupyterScreen(shell), world_size, facts)
-        place = self.place_in(shell)
-        if runs_unattended(platform):
-            return PeriodicText(JupyterScreen(shell), world_size, facts, place=place)
-        from nbaccel.display.live_panel import LivePanel
+        if (drawn := self.drawn()) is None:
+            return PeriodicText(screen or JupyterScreen(shell), world_size, facts)
+        return drawn.show(shell, world_size, facts, platform, says_end=says_end, frames=frames, screen=screen)
 
-        screen = screen or JupyterScreen(shell)
-        return LivePanel(screen, world_size, facts, place, frames=frames, says_end=says_end)
+    def steered(self, shell: Any, *, is_plain: bool = False) -> AbstractContextManager[tuple[PanelSink, list[Any]]]:
+        """Yield what shows the states of the running cell's panel, and what is checked beside the run."""
+        drawn = self.drawn(is_plain=is_plain)
+        return nullcontext((PanelSink(), [])) if drawn is None else drawn.steered(shell)
 
-    def place_in(self, shell: Any) -> DisplaySlot:
-        """Return one place for all runs that a cell starts."""
-        from nbaccel.display.display_slot import DisplaySlot  # `--plain`, a terminal and a script have none
+    def close(self) -> None:
+        """Close what is left of the last run's panel."""
+        if (drawn := vars(self).get("in_notebook")) is not None:
+            drawn.close()
 
-        cell = _cell(shell)
-        if self._place is None or cell is None or cell != self._place.cell:
-            self._place = DisplaySlot(cell, functools.partial(_when_the_cell_ends, shell))
-        return self._place
+    def drawn(self, *, is_plain: bool = False) -> NotebookViews | None:
+        """Return what draws; None for text, also in a terminal, which cannot take back what it has shown."""
+        return None if is_plain or not is_notebook_kernel() else self.in_notebook
 
 
-def _cell(shell: Any) -> str | None:
-    """Return the id of the message that asked for this execution; it differs from that of every other execution."""
-    parent = getattr(shell, "parent_header", None) or {}
-    found: str | None = parent.get("header", parent).get("msg_id")
-    return found
+@functools.cache
+def _notebook_views() -> Callable[[], NotebookViews] | None:
+    """Return what makes the views of a notebook; None, after a sentence, where their folder is not there."""
+    try:
+        made: Callable[[], NotebookViews] = feature("the panel of a run")
+    except FeatureMissing as missing:
+        ConsoleScreen().write("stdout", f"{missing}\n")
+        return None
+    return made
 
 
 def can_answer(shell: Any) -> bool:

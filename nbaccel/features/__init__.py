@@ -26,6 +26,13 @@ _TABLE = {  # "module:object", below this package
     "--check": "check.cell_mode:CheckMode",
     "--speed": "speed.cell_mode:SpeedMode",
     "--nodes": "cluster.cell_mode:NodesMode",
+    # what draws
+    "the panel of a run": "panel.notebook_views:NotebookViews",
+    "the picture of a run": "panel.run_figure:RunFigure",
+    "the button of a run": "panel.stop_button:StopButton",
+    "Run.figure": "panel.figure:draw",
+    "Run.plot": "panel.display_slot:kept",
+    "Run.panel": "panel.panel:Panel",
     # parts of the history of a run
     "counted items of a map": "map.item_count:ItemCount",
     # values of flags

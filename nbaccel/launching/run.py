@@ -14,6 +14,8 @@ from nbaccel.display.history import History
 from nbaccel.display.run_view import RunView
 from nbaccel.display.series import Line
 from nbaccel.display.summary import RunFacts, RunState, line, text
+from nbaccel.errors import FeatureMissing
+from nbaccel.features import feature
 from nbaccel.launching.ipc.spec import Start
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.namespace.nbytes import size_of
@@ -21,7 +23,7 @@ from nbaccel.namespace.nbytes import size_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from nbaccel.display.figure import Bundle, Picture
+    from nbaccel.features.panel.figure import Bundle, Picture
 
 __all__ = [
     "NO_ORIGIN",
@@ -151,13 +153,13 @@ class Run:
 
         Raises:
             KeyError: No curve has that name.
+            FeatureMissing: This installation lacks what draws.
 
         Example:
             >>> nbaccel.last_run.figure("loss").savefig("loss.svg")  # doctest: +SKIP
         """
-        from nbaccel.display.figure import draw
-
-        return draw(self.history, self.facts, names=names or None, size=size)
+        figure: Figure = feature("Run.figure")(self.history, self.facts, names=names or None, size=size)
+        return figure
 
     def plot(self, *names: str) -> Picture:
         """Return the picture that a cell keeps of its run. It is readable in all themes.
@@ -167,14 +169,14 @@ class Run:
 
         Raises:
             KeyError: No curve has that name.
+            FeatureMissing: This installation lacks what draws.
 
         Example:
             >>> run = nbaccel.launch(train, 2)  # doctest: +SKIP
             >>> run.plot("loss", "accuracy")  # doctest: +SKIP
         """
-        from nbaccel.display.display_slot import kept
-
-        return kept(self.history, self.facts, self.seconds, self._state, names or None)
+        picture: Picture = feature("Run.plot")(self.history, self.facts, self.seconds, self._state, names or None)
+        return picture
 
     def shown(self) -> Bundle:
         """Return the output of the run that a cell keeps, as data and metadata by MIME type: a picture, or a panel.
@@ -226,15 +228,17 @@ class Run:
         title = "" if self.facts == RunFacts() else f"{self.facts.title}, "
         return f"<Run: {title}{self.in_a_line()}>"
 
-    def _repr_html_(self) -> str:
-        return self.panel
+    def _repr_html_(self) -> str | None:
+        try:
+            return self.panel
+        except FeatureMissing:  # a notebook shows the line instead
+            return None
 
     @property
     def panel(self) -> str:
         """Return the panel at the end of the run, as HTML with its style sheet."""
-        from nbaccel.display.panel import Panel
-
-        return Panel(self.history, self.facts).bundle(self.seconds, self._state)["text/html"]
+        html: str = feature("Run.panel")(self.history, self.facts).bundle(self.seconds, self._state)["text/html"]
+        return html
 
     @property
     def ending(self) -> RunState:

@@ -15,7 +15,6 @@ from nbaccel.launching.kernel_models import kernel_freed
 from nbaccel.notebook.cell_plan import AskedCell, CellPlan
 from nbaccel.notebook.cell_run import interrupts_in_one_line
 from nbaccel.notebook.session import Session
-from nbaccel.notebook.stop_control import steered
 from nbaccel.options.run_options import RunOptions
 
 __all__ = ["CellMode", "run_cell"]
@@ -73,7 +72,7 @@ class InRanks:
             return run_in_the_kernel(
                 plan.spec, plan.source.name, plan.task, shown, plan.origin, session.launcher.remember, session.say
             )
-        with steered(session.shell, session.former_button) as (frames, beside):
+        with session.views.steered(session.shell, is_plain=bool(plan.plan.options.plain)) as (frames, beside):
             run = session.begin(plan, session.show(plan, frames))
             is_freed = plan.plan.options.free_kernel
             freed = kernel_freed(session.movable(plan.plan), session.say) if is_freed else nullcontext()

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from nbaccel.features import feature
 
 if TYPE_CHECKING:
     import asyncio
@@ -84,7 +85,7 @@ def _load_for_cells() -> None:
 
 _LOADS: tuple[Callable[[], Any], ...] = (
     _load_for_cells,
-    partial(import_module, "nbaccel.display.live_panel"),
-    partial(import_module, "nbaccel.display.run_figure"),  # matplotlib
-    partial(import_module, "nbaccel.notebook.stop_button"),  # ipywidgets
+    partial(feature, "the panel of a run"),
+    partial(feature, "the picture of a run"),  # matplotlib
+    partial(feature, "the button of a run"),  # ipywidgets
 )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base.events import LoopKind
 from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import duration
-from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.views import Views
 from nbaccel.errors import LaunchRefused
@@ -42,7 +41,6 @@ from nbaccel.notebook.rank_counts import RankCounts
 from nbaccel.notebook.rank_memory import RankMemory
 from nbaccel.notebook.shell_hooks import CudaWatch, FailedCells
 from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
-from nbaccel.notebook.stop_control import FormerButton
 from nbaccel.notebook.validation import (
     refuse_contradictions,
     refuse_without_input,
@@ -110,9 +108,8 @@ class Session:
         self.last_run: LastRun | None = None
         self.last_plan: LaunchPlan | None = None  # the plan of ranks that were started for a cell
         self.rank_memory = RankMemory()
-        self._views = Views()
+        self.views = Views()
         self._rank_counts = RankCounts()
-        self.former_button = FormerButton(getattr(shell, "kernel", None))
         self._launcher = launcher
         self.setup = setup
         self.told: set[str] = set()
@@ -288,7 +285,7 @@ class Session:
             self.background.close()
         if "stay" in vars(self):
             self.stay.close()
-        self.former_button.close()
+        self.views.close()
 
     def _check_names(self, options: RunOptions, body: str) -> None:
         """Refuse names that can only be mistakes, before anything starts."""
@@ -299,7 +296,7 @@ class Session:
 
     def show(self, cell: CellPlan, frames: PanelSink, screen: Screen | None = None) -> RunView:
         """Return the view of a cell's run."""
-        view = self._views.show(
+        view = self.views.show(
             self.shell,
             cell.spec.world_size,
             cell.plan.facts(cell.source.name),
@@ -348,7 +345,7 @@ class Session:
             self.say(f"{current}: %accelerate attach shows it")
         if run is None:
             return self.say("this kernel has not run anything in ranks yet")
-        if is_notebook_kernel():
+        if self.views.drawn() is not None:
             screen = JupyterScreen(self.shell)
             if run.history.has_curves:
                 screen.publish({"kind": "display", "data": {"text/plain": run.text, "text/html": run.panel}})

@@ -5,7 +5,7 @@ history with all it refers to. Each is taken of one run, when it has come so far
 
 Targets: 5 ms for a frame, 5 MB for the history, and 15 kB for a frame of up to four ranks, which makes 30 kB a second;
 a row of the table and a line of the plot more for each rank are its size. By counts instead of times the same is in
-`tests/display/test_growth.py`.
+`tests/features/panel/test_growth.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.findings import Finding, options_of, tell
-from longruns import STRETCH, LongRun, bytes_of
+from features.panel.longruns import STRETCH, LongRun, bytes_of
 
 _RANKS = (1, 4, 16)
 _FEW_RANKS = 4

@@ -112,7 +112,7 @@ from IPython.display import HTML
 from nbaccel.base.events import Loss, Memory, Metric, Progress
 from nbaccel.launching.run import Run
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
+from nbaccel.features.panel.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState
 history, facts = History(2), RunFacts("Cell In[5]", "2 ranks on the CPU, seed 878899", plots=("loss", "acc"))
 for step in range(40):

@@ -42,7 +42,7 @@ for number in range(1, 6):
 runs"""
 
 SHOWS_A_PANEL = """
-from nbaccel.display.panel import Panel
+from nbaccel.features.panel.panel import Panel
 from IPython.display import HTML
 HTML(Panel(runs[-1].history, RunFacts("Cell In[9]", "2 ranks on the CPU")).bundle(20.0)["text/html"])"""
 

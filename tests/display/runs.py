@@ -1,12 +1,16 @@
-"""Runs for the tests of pictures: histories as ranks would have fed them. Runs in the tests."""
+"""Runs for the tests of views and pictures, as ranks would have reported them, and a screen. Runs in the tests."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from nbaccel.base.events import Loss, Memory, Metric, Progress
 from nbaccel.display.history import History
+from nbaccel.display.run_view import RunView
 
 GIGA = 1_000_000_000
 
@@ -32,3 +36,40 @@ def a_memory(on_device: bool = True) -> Memory:
     host = (4 * GIGA // 10, 5 * GIGA // 10, 24 * GIGA)
     device = (8 * GIGA, 91 * GIGA // 10, 112 * GIGA // 10, 147 * GIGA // 10)
     return Memory(*host, *device) if on_device else Memory(*host)
+
+
+@dataclass
+class Paper:
+    """A screen: what was written, and every rich message."""
+
+    text: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    has_room_for_bars: bool = False
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        raise AssertionError("whoever shows the run shows its bars")
+
+    def write(self, stream: str, text: str) -> None:
+        self.text += text
+
+    def publish(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def report(shown: RunView, clock: Clock, seconds: float, every_s: float = 0.5) -> None:
+    """So many seconds of training, with a tick each half of one."""
+    until, step = clock.now + seconds, shown.history.steps
+    while clock.now < until - 1e-9:
+        clock.now += every_s
+        step += 5
+        shown.feed(0, clock.now, Loss(1.0 / step, step - 1))
+        shown.feed(0, clock.now, Progress(step, step, 1000))
+        shown.tick(clock.now)

@@ -55,7 +55,9 @@ pytestmark = pytest.mark.timeout(300)
 
 OF_FEATURES = {
     "browser/test_check_report.py",  # the fixtures of the folder start browsers
+    "browser/test_panel.py",
     "browser/test_runs_table.py",
+    "test_stored_notebooks.py",  # pictures in the notebooks of the repository
     "largest_model.py",  # a program that makes a table of docs/memory.md
 }
 """Files outside of tests/features that are about one."""
@@ -129,6 +131,35 @@ for flags in ("-n 2 --cpu", "-n 2 --cpu FLAG", "-n 1 --cpu FLAG"):
 """The same loop as it is, and with a flag that changes it, in two ranks and in one."""
 
 
+TRAINS = """{flags}
+import torch
+net = torch.nn.Linear(8, 1)
+model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+for step in range(5):
+    loss = model(torch.ones(4, 8)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    accelerator.log({{"loss": loss}})
+"""
+
+IN_A_KERNEL = f"""
+import nbclient, nbformat
+sources = ["%load_ext nbaccel"]
+sources += [{TRAINS!r}.format(flags="%%accelerate -n 2 --cpu" + more) for more in ("", " --plain", "")]
+sources += ["import nbaccel", "nbaccel.launch(int, 2, cpu=True).values", "%accelerate last", "nbaccel.last_run"]
+sources += ["nbaccel.last_run.figure()", "nbaccel.last_run.plot()"]
+notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in sources])
+nbclient.NotebookClient(notebook, kernel_name="python3", allow_errors=True).execute()
+for number, cell in enumerate(notebook.cells):
+    for output in cell.outputs:
+        said = {{output.output_type: output.get("text") or output.get("evalue")}}
+        for kind, text in output.get("data", said).items():
+            for line in text.splitlines():
+                print(number, kind, line)
+"""
+"""Cells in a kernel, a `launch`, and what asks for a picture of a run."""
+
+
 @pytest.fixture
 def without(tmp_path: Path) -> Path:
     """Return a folder with a copy of the package that has no feature."""
@@ -196,6 +227,28 @@ def test_a_flag_that_changes_an_unmodified_loop_is_refused_in_a_sentence(tmp_pat
     refused = "-p or -a above an unmodified loop belongs to nbaccel.features.loop_flags, which this installation"
     told = [line for line in lines if line.startswith("said: ")][1:]
     assert [refused in line for line in told] == [True, True], told
+
+
+@pytest.mark.slow
+def test_a_notebook_without_the_panel_shows_lines_and_says_so_once(tmp_path: Path) -> None:
+    copy_without(tmp_path, ["panel"])
+    lines = said(tmp_path, IN_A_KERNEL)
+    lacks = "belongs to nbaccel.features.panel, which this installation of nbaccel lacks: install nbaccel as a whole, "
+    told = [line for line in lines if lacks in line]
+    assert [line.partition(f" {lacks}")[0] for line in told] == [
+        "1 stream the panel of a run",
+        "8 error Run.figure",
+        "9 error Run.plot",
+    ]
+    ends = [line.partition(" in ")[0] for line in lines if " done in " in line]
+    assert ends == [
+        "1 stream done",
+        "2 stream done",
+        "3 stream done",
+        "6 stream int(): done",
+        "7 text/plain <Run: int(), done",
+    ]
+    assert {line.split()[1] for line in lines} == {"stream", "text/plain", "error"}
 
 
 def test_an_import_that_fails_inside_of_a_feature_is_that_error() -> None:

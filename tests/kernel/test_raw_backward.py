@@ -30,13 +30,6 @@ def test_a_raw_loop_is_shown_as_a_training_and_its_steps_are_counted(kernel: Rea
     cell = kernel.do(accelerate(TRAINS, flags="--out sums"))
     one, other = kernel.value("sums")
     assert one == other, "the ranks trained one model"
-    running = [frame["text/plain"] for frame in cell.frames if ": running" in frame["text/plain"]]
-    assert running
-    for frame in running:
-        assert re.search(r"^epoch [123], batch \d/8, step \d+, ", frame, re.M), frame
-    words = cell.panel["text/plain"]
-    assert re.search(r"^Cell In\[\d+\]: done in .*, 24 steps$", words, re.M), words
-    assert " %" not in words, "it is through"
     assert re.search(r"^done in .*, 24 steps, ", cell.stdout, re.M), cell.stdout
     assert cell.text.count("the loop calls loss.backward() itself") == 1
     assert re.search(r"^Cell In\[\d+\]:12: UserWarning: the loop calls", cell.text, re.M), cell.text

@@ -452,7 +452,7 @@ class CellPlace:
 
     screen: Screen
     frames: PanelSink
-    beside: Pollable
+    beside: Sequence[Pollable]
 
 
 def background_here() -> Background | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nbaccel.display.run_view import PanelSink
 from nbaccel.features.background.background_run import CellPlace, CellScreen, why_not_in_the_background
 from nbaccel.notebook.cell_plan import CellPlan
 from nbaccel.notebook.session import Session
-from nbaccel.notebook.stop_control import StopControl
 
 __all__ = ["leave", "place_in_the_cell"]
 
@@ -24,12 +24,14 @@ def leave(session: Session, plan: CellPlan) -> bool:
     shown = session.show(plan, place.frames, place.screen)
     shown.write_heading()
     run = session.begin(plan, shown)
-    session.background.begin(run, lambda: session.conclude(run), plan.host, [session.rank_memory], [place.beside])
+    session.background.begin(run, lambda: session.conclude(run), plan.host, [session.rank_memory], place.beside)
     return True
 
 
 def place_in_the_cell(session: Session) -> CellPlace:
     """Return where a run in the background is shown: in the cell that runs now, also after its end."""
-    # Clicks come between cells, as all messages do.
-    button = StopControl(None, set(), "Stop: %accelerate stop", session.former_button)
-    return CellPlace(CellScreen(session.shell.kernel), button, button)
+    screen, drawn = CellScreen(session.shell.kernel), session.views.drawn()
+    if drawn is None:
+        return CellPlace(screen, PanelSink(), [])
+    button = drawn.button_between_cells(session.shell, "Stop: %accelerate stop")
+    return CellPlace(screen, button, [button])

@@ -20,10 +20,10 @@ from typing import Any
 from nbaccel.base.events import LoopKind
 from nbaccel.base.hardware import Platform
 from nbaccel.base.quantities import amount, duration, listed, plural
-from nbaccel.display.svg import STYLE
 from nbaccel.features.check.dry_run.unreached_lines import not_reached
 from nbaccel.features.check.findings import DryRunResult, FoundError, LineOfSaves, unrun_lines
 from nbaccel.features.check.forecasts.forecast import Forecast, forecast
+from nbaccel.features.panel.svg import STYLE
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.options.flag_effects import flags_found

@@ -423,7 +423,7 @@ def _leave(run: MapRun, place: Background | None, closing: ExitStack) -> LaterAn
         where = place.place()
         run.show(frames=where.frames, screen=where.screen)
         run.closing = closing.pop_all()
-        current = place.begin(run, run.conclude_later, launcher, [], [where.beside])
+        current = place.begin(run, run.conclude_later, launcher, [], where.beside)
     return LaterAnswers(current, run.out)
 
 

@@ -13,10 +13,10 @@ from html import escape
 
 from nbaccel.base.quantities import duration, number, plural
 from nbaccel.display.history import History
-from nbaccel.display.panel import SIGNS
 from nbaccel.display.series import Line
 from nbaccel.display.summary import RunFacts, RunState, few_numbers
-from nbaccel.display.svg import STYLE, Scale, spark
+from nbaccel.features.panel.panel import SIGNS
+from nbaccel.features.panel.svg import STYLE, Scale, spark
 
 __all__ = [
     "TableRow",

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from nbaccel.base.quantities import plural
-from nbaccel.display.comparison import RunComparison, RunRow, draw_runs
-from nbaccel.display.figure import Picture, picture
 from nbaccel.display.history import import_pandas
 from nbaccel.display.series import Line
-from nbaccel.display.splits import held_out_beside
 from nbaccel.errors import LaunchRefused
+from nbaccel.features.panel.comparison import RunComparison, RunRow, draw_runs
+from nbaccel.features.panel.figure import Picture, picture
+from nbaccel.features.panel.shared_plots import held_out_beside
 from nbaccel.features.runs.run_file import RunFile
 from nbaccel.features.runs.run_table import TableRow, differences, html_table, text_table
 from nbaccel.launching.ended_runs import EndedRuns

@@ -22,7 +22,6 @@ from nbaccel.notebook.cell_plan import AskedCell
 from nbaccel.notebook.cell_run import how_a_cell_ended, interrupts_in_one_line
 from nbaccel.notebook.session import LastRun, Session
 from nbaccel.notebook.shortages import refuse_what_cannot_fit
-from nbaccel.notebook.stop_control import steered
 from nbaccel.options.run_options import RunOptions
 
 __all__ = ["SweepMode"]
@@ -101,13 +100,15 @@ class SweepMode:
             KeyboardInterrupt: It was interrupted; the lists have what there is.
         """
         sweeping, work = plan.sweeping, plan.work
-        with steered(session.shell, session.former_button) as (frames, beside), interrupts_in_one_line():
+        is_plain = bool(plan.options.plain)
+        steered = session.views.steered(session.shell, is_plain=is_plain)
+        with steered as (frames, beside), interrupts_in_one_line():
             try:
                 sweeping.run(
                     session.launcher,
                     session.shell,
                     notes=plan.notes,
-                    is_plain=bool(plan.options.plain),
+                    is_plain=is_plain,
                     frames=frames,
                     beside=beside,
                 )

@@ -16,14 +16,13 @@ from typing import Any
 
 from nbaccel.base.hardware import Platform
 from nbaccel.base.quantities import duration, number, plural
-from nbaccel.base.world import is_notebook_kernel
-from nbaccel.display.display_slot import DisplaySlot
 from nbaccel.display.history import History
-from nbaccel.display.panel import SIGNS, Panel
 from nbaccel.display.run_view import TICK_SLACK_S, PanelSink
 from nbaccel.display.summary import RunFacts, RunState
-from nbaccel.display.svg import STYLE, Scale, spark
 from nbaccel.display.views import Views, runs_unattended
+from nbaccel.features.panel.display_slot import DisplaySlot
+from nbaccel.features.panel.panel import SIGNS, Panel
+from nbaccel.features.panel.svg import STYLE, Scale, spark
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 
@@ -301,7 +300,7 @@ def view_of(
     """Return the view of a sweep, chosen as `views` chooses that of a run; the arguments are those of `Views.show`."""
     if shell is None or is_plain:
         return SweepView(table, ConsoleScreen(), None, is_live=False)
-    if not is_notebook_kernel():
+    if (drawn := views.drawn()) is None:
         return SweepView(table, JupyterScreen(shell), None, is_live=False)
     is_live = not runs_unattended(platform)
-    return SweepView(table, JupyterScreen(shell), views.place_in(shell), is_live=is_live, frames=frames)
+    return SweepView(table, JupyterScreen(shell), drawn.place_in(shell), is_live=is_live, frames=frames)

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from features.panel.test_stop_button import FALLS_ASLEEP, TRAINS, FrontEnd, sleeps
 from fixtures.kernels import Kernels
 from kernel.harness import Cell, Execution, RealKernel, accelerate
-from kernel.test_stop_button import FALLS_ASLEEP, TRAINS, FrontEnd, sleeps
 
 WAITS = """
 import time

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nbaccel.base.events import ItemsDone, Memory, RankRestarted
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RUNNING, RunFacts, RunState, line, text
 from nbaccel.features.map.item_count import ItemCount
+from nbaccel.features.panel.panel import Panel
 
 
 def history_of(total: int | None = 1000, before: int = 0) -> History:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from nbaccel.base.events import Metric
-from nbaccel.display.display_slot import DisplaySlot
 from nbaccel.display.history import History
+from nbaccel.features.panel.display_slot import DisplaySlot
 from nbaccel.features.sweep.sweep_table import SweepRow, SweepTable, SweepView
 
 

@@ -11,11 +11,11 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from nbaccel.display.comparison import RunComparison, draw_runs
-from nbaccel.display.figure import Bundle, Picture, draw, picture
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState, text
+from nbaccel.features.panel.comparison import RunComparison, draw_runs
+from nbaccel.features.panel.figure import Bundle, Picture, draw, picture
+from nbaccel.features.panel.panel import Panel
 from nbaccel.output.painter import Screen
 
 __all__ = [

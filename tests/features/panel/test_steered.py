@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.notebook.stop_control import FormerButton, StopControl
+from nbaccel.features.panel.stop_control import FormerButton, StopControl
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 PANEL = {"text/plain": "running", "text/html": "<b>running</b>"}
@@ -102,7 +102,7 @@ def test_where_no_page_has_a_subshell_the_button_is_closed_with_its_run(kernel: 
 
 def test_without_ipywidgets_the_panel_says_how_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.delitem(sys.modules, "nbaccel.notebook.stop_button", raising=False)
+    monkeypatch.delitem(sys.modules, "nbaccel.features.panel.stop_button", raising=False)
     steered = steered_by()
     assert shown(steered) == PANEL
     assert steered.hint == HINT
@@ -159,8 +159,8 @@ def test_a_press_before_the_button_is_there_is_not_forgotten() -> None:
 
 def test_the_panel_names_the_interrupt_only_where_there_is_no_button() -> None:
     from nbaccel.display.history import History
-    from nbaccel.display.panel import Panel
     from nbaccel.display.summary import RunState
+    from nbaccel.features.panel.panel import Panel
 
     panel = Panel(History(2))
     assert HINT in panel.bundle(1.0, RunState("running", hint=HINT))["text/html"]

@@ -12,6 +12,7 @@ import pytest
 
 from fixtures.kernels import Kernels
 from kernel.harness import Cell, RealKernel, accelerate
+from kernel.test_raw_backward import TRAINS as CALLS_BACKWARD
 
 TRAINS = """
 import time, torch
@@ -329,3 +330,29 @@ def test_where_nobody_watches_the_picture_comes_at_the_end_and_no_frame_before(n
     assert cell.sent["update_display_data"] == 0
     assert [sorted(frame) for frame in cell.frames] == [["image/png", "text/plain"]]
     assert re.search(r"^done in .*, 60 steps, loss", cell.stdout, re.M)
+
+
+@pytest.mark.slow
+def test_a_raw_loop_is_shown_as_a_training(kernel: RealKernel) -> None:
+    cell = kernel.do(accelerate(CALLS_BACKWARD, flags="--out sums"))
+    running = [frame["text/plain"] for frame in cell.frames if ": running" in frame["text/plain"]]
+    assert running
+    for frame in running:
+        assert re.search(r"^epoch [123], batch \d/8, step \d+, ", frame, re.M), frame
+    words = cell.panel["text/plain"]
+    assert re.search(r"^Cell In\[\d+\]: done in .*, 24 steps$", words, re.M), words
+    assert " %" not in words, "it is through"
+
+
+def test_a_short_cell_sends_a_frame_its_end_and_a_picture(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("import torch\n%load_ext nbaccel\nw = torch.nn.Parameter(torch.ones(3))\nsteps = torch.optim.SGD([w])")
+    loop = "for _ in range(20):\n    w.square().sum().backward()\n    steps.step()\n    steps.zero_grad()"
+    kernel.do(accelerate(loop))  # loads what draws
+    cell = kernel.do(accelerate(loop))
+    assert "image/png" in cell.panel
+    assert cell.sent["display_data"] == 1
+    assert len(cell.frames) <= 3 + cell.seconds / 0.5  # a slow machine has time for more of them
+    # The button's parts, complete when they are made; later the HTML of each frame, and that the button goes.
+    assert cell.sent["comm_open"] <= 8
+    assert cell.sent["comm_msg"] <= len(cell.frames)

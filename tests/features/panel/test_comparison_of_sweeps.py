@@ -5,11 +5,11 @@ import json
 import pytest
 
 from display.runs import a_run
-from nbaccel.display.comparison import RunComparison, draw_runs
-from nbaccel.display.figure import picture
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState
+from nbaccel.features.panel.comparison import RunComparison, draw_runs
+from nbaccel.features.panel.figure import picture
+from nbaccel.features.panel.panel import Panel
 
 DONE = RunState("done", "done in 10 s, 100 steps")
 

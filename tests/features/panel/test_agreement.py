@@ -8,10 +8,10 @@ from dataclasses import replace
 from hypothesis import given, settings, strategies as st
 
 from nbaccel.base.events import Loss, Progress, Restarted
-from nbaccel.display.figure import draw
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState, line, text
+from nbaccel.features.panel.figure import draw
+from nbaccel.features.panel.panel import Panel
 
 FACTS = RunFacts("Cell In[5]")
 SPEED = r"[\d,.]+ steps/s"

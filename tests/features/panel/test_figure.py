@@ -21,10 +21,10 @@ from PIL import Image
 
 from display.runs import a_run
 from nbaccel.base.events import Loss, Memory, Metric, OutOfMemory, Phase, Progress
-from nbaccel.display.figure import PAPER, draw, picture
 from nbaccel.display.history import History
-from nbaccel.display.run_figure import _few_colours
 from nbaccel.display.summary import RunFacts
+from nbaccel.features.panel.figure import PAPER, draw, picture
+from nbaccel.features.panel.run_figure import _few_colours
 
 GIGA = 1_000_000_000
 FAILED = (
@@ -277,10 +277,10 @@ def test_pictures_need_no_pyplot_and_panels_no_matplotlib() -> None:
     code = """
 import sys
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
+from nbaccel.features.panel.panel import Panel
 Panel(History(1)).bundle(1.0)
 assert "matplotlib" not in sys.modules, "the panel imports matplotlib"
-from nbaccel.display.figure import draw, picture
+from nbaccel.features.panel.figure import draw, picture
 picture(draw(History(1)), "")
 assert "matplotlib.pyplot" not in sys.modules, "the figure imports pyplot"
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from longruns import STRETCH, LongRun, bytes_of
+from features.panel.longruns import STRETCH, LongRun, bytes_of
 
 EARLY, LATE = 16_000, 64_000
 """By the first of them the curves have taken all their room; of rows, 10 steps apart, 12,000 would be kept."""

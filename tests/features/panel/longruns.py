@@ -15,7 +15,7 @@ from itertools import count
 
 from nbaccel.base.events import Memory, Metric, Progress
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
+from nbaccel.features.panel.panel import Panel
 from nbaccel.launching.ipc.ring import RingWriter
 from nbaccel.launching.ipc.telemetry import Rings, Telemetry, write_event, write_loss
 

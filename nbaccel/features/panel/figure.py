@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base.quantities import gigabytes, number, rate, span
 from nbaccel.display.history import History
 from nbaccel.display.series import Line, Series, are_equal
-from nbaccel.display.splits import plots_of, smoothed
 from nbaccel.display.summary import RunFacts
-from nbaccel.display.svg import ON_LIGHT, Scale, dashes
+from nbaccel.features.panel.shared_plots import plots_of, smoothed
+from nbaccel.features.panel.svg import ON_LIGHT, Scale, dashes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,7 +141,7 @@ def draw(
         >>> [axes.get_title(loc="left") for axes in draw(history).axes]
         ['loss 1']
     """
-    from nbaccel.display.run_figure import edge_of_column
+    from nbaccel.features.panel.run_figure import edge_of_column
 
     facts = facts or RunFacts()
     known = dict.fromkeys(name for phase in history.phases for name in phase.series)
@@ -188,7 +188,7 @@ def sheet(size: tuple[float, float], ground: Ground, lines: Sequence[str]) -> It
     """
     import matplotlib
 
-    from nbaccel.display.run_figure import Margins, RunFigure
+    from nbaccel.features.panel.run_figure import Margins, RunFigure
 
     head_in = _EDGE_IN + _LINE_IN * len(lines)
     with matplotlib.rc_context(_style(ground)):
@@ -237,7 +237,7 @@ def picture(figure: Figure, text: str) -> Picture:
     Args:
         text: The content of the figure in words.
     """
-    from nbaccel.display.run_figure import png_of, size_px
+    from nbaccel.features.panel.run_figure import png_of, size_px
 
     width, height = size_px(figure)
     for dpi in _COARSER_DPI:

@@ -17,12 +17,12 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from nbaccel.base.quantities import duration, number, plural
-from nbaccel.display.figure import PAPER, head_lines, logarithmic, sheet, trace
-from nbaccel.display.panel import SIGNS, Panel
 from nbaccel.display.series import Line
-from nbaccel.display.splits import held_out_beside
 from nbaccel.display.summary import RUNNING, RunState, line
-from nbaccel.display.svg import STYLE, Scale, dashes, spark
+from nbaccel.features.panel.figure import PAPER, head_lines, logarithmic, sheet, trace
+from nbaccel.features.panel.panel import SIGNS, Panel
+from nbaccel.features.panel.shared_plots import held_out_beside
+from nbaccel.features.panel.svg import STYLE, Scale, dashes, spark
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

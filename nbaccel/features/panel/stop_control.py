@@ -19,7 +19,7 @@ from nbaccel.display.views import can_answer
 from nbaccel.launching.processes.interaction import Pollable
 
 if TYPE_CHECKING:  # it imports ipywidgets, which take a while and may be missing
-    from nbaccel.notebook.stop_button import StopButton
+    from nbaccel.features.panel.stop_button import StopButton
 
 __all__ = ["FormerButton", "Pump", "StopControl", "steered"]
 
@@ -100,7 +100,7 @@ class StopControl(PanelSink, Pollable):
     def get_ready(self) -> None:
         if self._button is None and not self._has_given_up:
             with self._or_without():
-                from nbaccel.notebook.stop_button import StopButton
+                from nbaccel.features.panel.stop_button import StopButton
 
                 self._button = StopButton(self._on_click)
                 if self._times:

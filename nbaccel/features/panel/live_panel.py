@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from nbaccel.display.display_slot import DisplaySlot
-from nbaccel.display.panel import Panel
 from nbaccel.display.run_view import TICK_SLACK_S, PanelSink, RunView
 from nbaccel.display.summary import RUNNING, RunFacts, RunState, line
+from nbaccel.features.panel.display_slot import DisplaySlot
+from nbaccel.features.panel.panel import Panel
 from nbaccel.output.painter import Screen
 
 __all__ = ["LivePanel"]
@@ -81,7 +81,7 @@ class LivePanel(RunView):
         self._show_frame(bundle)
         cpu_s = time.thread_time() - cpu_s
         if self.history.has_curves:  # their picture needs matplotlib: loaded now, the end does not wait for it
-            importlib.import_module("nbaccel.display.run_figure")
+            importlib.import_module("nbaccel.features.panel.run_figure")
         nbytes = sum(map(len, bundle.values()))
         self._due = now + max(_FRAME_S, cpu_s / _SHARE_OF_CORE, nbytes / _BYTES_PER_S)
 

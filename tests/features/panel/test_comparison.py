@@ -5,10 +5,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from display.runs import a_run
-from nbaccel.display.comparison import RunComparison
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState
+from nbaccel.features.panel.comparison import RunComparison
+from nbaccel.features.panel.panel import Panel
 
 DONE = RunState("done", "done in 10 s, 100 steps")
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from nbaccel.base.quantities import gigabytes, listed, number, rate, ticks
 from nbaccel.display.history import History, Usage
 from nbaccel.display.series import Line, are_equal
-from nbaccel.display.splits import plots_of, smoothed
 from nbaccel.display.summary import (
     RUNNING,
     RunFacts,
@@ -29,7 +28,8 @@ from nbaccel.display.summary import (
     times,
     where,
 )
-from nbaccel.display.svg import STYLE, Scale, colour, dashes, plot
+from nbaccel.features.panel.shared_plots import plots_of, smoothed
+from nbaccel.features.panel.svg import STYLE, Scale, colour, dashes, plot
 
 if TYPE_CHECKING:
     from nbaccel.features.map.item_count import ItemCount

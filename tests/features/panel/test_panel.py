@@ -10,10 +10,10 @@ import pytest
 
 from display.runs import a_run
 from nbaccel.base.events import Loss, Metric, OutOfMemory
-from nbaccel.display.figure import draw
 from nbaccel.display.history import History
-from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState, line
+from nbaccel.features.panel.figure import draw
+from nbaccel.features.panel.panel import Panel
 
 FACTS = RunFacts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
 DONE = RunState("done", "done in 50 s, 500 steps")
