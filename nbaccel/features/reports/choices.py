@@ -11,22 +11,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.base.events import LoopKind
 from nbaccel.base.hardware import Survey, best_precision
 from nbaccel.base.settings import FSDP, PRECISIONS, SHRINK, STOP
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.plan import choose_precision, devices_of
 from nbaccel.options.configuration import Configuration
+from nbaccel.options.flag_effects import effect_of
 from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions
 
 __all__ = [
-    "OF_PREPARED",
     "OF_WHICH",
     "Offer",
     "batch_size_of",
     "checkpoint_intervals",
     "effective_batch_size",
+    "for_which_loops",
     "memory_policies",
     "overview",
     "precisions",
@@ -41,13 +43,12 @@ _MOST_CPU_RANKS = 8
 """Largest number of ranks on a CPU that the form offers; a flag takes any number."""
 
 
-OF_PREPARED = (
-    "Precision, strategy and batches per step are those of a loop that prepares its model. An unmodified loop is told "
-    "at its first step that they have no effect."
-)
+_HOLD_FOR_LOOPS = {"mixed_precision": "precision", "accumulate": "batches per step", "strategy": "strategy"}
+"""Choices whose effect depends on the loop, in the form's words, by their names in `FLAGS`."""
 
 OF_WHICH = (
-    "(a prepared loop: your DataLoader's batch size x ranks x batches; an unmodified one: your DataLoader's batch size)"
+    "(a prepared loop: your DataLoader's batch size x ranks x batches; an unmodified one: your DataLoader's batch size "
+    "x batches)"
 )
 
 
@@ -71,6 +72,23 @@ class Offer:
     def __str__(self) -> str:
         where = "not here: " if self.is_refused else ""
         return f"{self.value} ({where}{self.note})" if self.note else self.value
+
+
+def for_which_loops() -> str:
+    """Return which choices hold for an unmodified loop, and which only for one that prepares its model.
+
+    Example:
+        >>> print(for_which_loops().partition(". ")[0])
+        Precision and batches per step that you choose hold for unmodified loops, too
+    """
+    works = {name: effect_of(name, LoopKind.UNMODIFIED).works for name in _HOLD_FOR_LOOPS}
+    both, prepared = (
+        " and ".join(_HOLD_FOR_LOOPS[name] for name in works if works[name] is it) for it in (True, False)
+    )
+    return (
+        f"{both.capitalize()} that you choose hold for unmodified loops, too. What is automatic, and {prepared}, holds "
+        "for what is prepared."
+    )
 
 
 def precisions(options: RunOptions, survey: Survey) -> list[Offer]:
@@ -169,7 +187,7 @@ def overview(configuration: Configuration, survey: Survey, batch_size: int) -> s
             "what the next %%accelerate cells use; %accelerate config KEY=VALUE … changes it, --save keeps it",
             *(f"  {key:<{width}}  {text}" for key, text in settings.items()),
             f"effective batch size: {formula} {OF_WHICH}",
-            OF_PREPARED,
+            for_which_loops(),
             f"the same by flags: {command_line(configuration.parser, options)}",
         ]
     )

@@ -21,11 +21,11 @@ from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import SHRINK
 from nbaccel.errors import LaunchRefused
 from nbaccel.features.reports.choices import (
-    OF_PREPARED,
     OF_WHICH,
     Offer,
     checkpoint_intervals,
     effective_batch_size,
+    for_which_loops,
     memory_policies,
     overview,
     precisions,
@@ -81,7 +81,9 @@ class Form:
         reset = widgets.Button(description="Back to automatic", layout=widgets.Layout(width="auto"))
         self.widget = widgets.VBox(
             [
-                widgets.HTML(f"<strong>The next %%accelerate cells</strong><div>{html.escape(OF_PREPARED)}</div>"),
+                widgets.HTML(
+                    f"<strong>The next %%accelerate cells</strong><div>{html.escape(for_which_loops())}</div>"
+                ),
                 *(widget for field in self._fields for widget in field.widgets),
                 widgets.HTML(f'<div style="margin-top: 8px">{_CALCULATOR}</div>'),
                 self._batch_size,

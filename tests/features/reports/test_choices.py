@@ -127,9 +127,9 @@ def test_the_overview_says_what_the_form_shows(tmp_path: Path) -> None:
         "  oom              shrink (start again with smaller batches)",
         "  out              model",
         "effective batch size: 32 x 2 x 4 = 256 (a prepared loop: your DataLoader's batch size x ranks x batches; an "
-        "unmodified one: your DataLoader's batch size)",
-        "Precision, strategy and batches per step are those of a loop that prepares its model. An "
-        "unmodified loop is told at its first step that they have no effect.",
+        "unmodified one: your DataLoader's batch size x batches)",
+        "Precision and batches per step that you choose hold for unmodified loops, too. What is automatic, and "
+        "strategy, holds for what is prepared.",
         "the same by flags: %%accelerate -p fp16 -a 4 -o model",
     ]
     configuration.change(["accumulate=", "seed=3"])

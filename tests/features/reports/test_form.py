@@ -82,7 +82,7 @@ def test_it_states_the_formula_the_next_cell_and_the_flags(form: Form) -> None:
         "2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4; a prepared loop: precision fp16 (Tesla T4 has no bf16 units)"
     )
     assert next_cell in texts(form)
-    assert "An unmodified loop is told at its first step that they have no effect." in texts(form)
+    assert "Precision and batches per step that you choose hold for unmodified loops, too." in texts(form)
     field(form, "Batch size per device").value = 8
     assert "<strong>8 x 2 x 4 = 64</strong>" in texts(form)
 
