@@ -32,7 +32,7 @@ their neighbours."""
 
 OPEN_FLOORS = (0, 6)
 
-TABLE = tuple(f"nbaccel.features.{name}" for name in ("feature", "mode_flag", "named"))
+TABLE = tuple(f"nbaccel.features.{name}" for name in ("feature", "mode_flag", "modules_of", "named"))
 """The functions of the table of features: whoever may name a feature asks them, and they import nothing of one."""
 
 READS_ENVIRONMENT = {
@@ -47,8 +47,8 @@ READS_ENVIRONMENT = {
     "features/deepspeed/partitions.py": "the rank that DeepSpeed reads, which a kernel does not keep",
     "launching/inline.py": "puts back the variables that it changed",
     "launching/processes/start.py": "sets a variable around the start, unless the user has",
-    "launching/libraries/one_process.py": "variables by which transformers and accelerate speak to each other",
-    "launching/libraries/one_output.py": "the variables by which wandb's user chooses a mode and a group",
+    "features/other_libraries/one_process.py": "variables by which transformers and accelerate speak to each other",
+    "features/other_libraries/tracked_runs.py": "the variables by which wandb's user chooses a mode and a group",
     "train/distributed/process_group.py": "the variable by which torch's watchdog leaves errors to the program",
     "train/step/environment.py": "functions by which programs read theirs",
     "features/export/exported_cell.py": "puts the variables of ranks aside while the cells above run",

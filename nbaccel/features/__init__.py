@@ -18,7 +18,7 @@ from typing import Any
 
 from nbaccel.errors import FeatureMissing
 
-__all__ = ["feature", "mode_flag", "module_of", "named", "needed_by", "shown_by"]
+__all__ = ["feature", "mode_flag", "module_of", "modules_of", "named", "needed_by", "shown_by"]
 
 _TABLE = {  # "module:object", below this package
     # modes of a cell, by their flag
@@ -86,6 +86,30 @@ _TABLE = {  # "module:object", below this package
     "Accelerator.forward_backward(micro_batch_size='auto')": "batch_size.planner:find_micro_batch_size",
     "Accelerator.map": "map.map_worker:map_in_ranks",
     "Accelerator.prepare(device_map=...)": "big_models.map_of_rank:place_for_rank",
+    # what meets a library in ranks, by the library's name
+    "ranks with accelerate": "other_libraries.one_process:of_accelerate",
+    "ranks with transformers": "other_libraries.one_process:of_transformers",
+    "ranks with lightning_utilities": "other_libraries.existing_world:of_lightnings_utilities",
+    "ranks with lightning": "other_libraries.existing_world:of_lightning",
+    "ranks with lightning_fabric": "other_libraries.existing_world:of_lightning",
+    "ranks with pytorch_lightning": "other_libraries.existing_world:of_lightning",
+    "log-ins of wandb": "other_libraries.tracked_runs:log_ins_of_wandb",
+    "log-ins of huggingface_hub": "other_libraries.tracked_runs:log_ins_of_the_hub",
+    "reports of rich": "other_libraries.existing_world:text_of_rich",
+    "reports of transformers": "other_libraries.trainer_reports:reports",
+    "reports of lightning": "other_libraries.trainer_reports:reports",
+    "reports of pytorch_lightning": "other_libraries.trainer_reports:reports",
+    "one program with tqdm": "other_libraries.progress_bars:bars",
+    "one program with rich": "other_libraries.progress_bars:bars",
+    "one program with fastprogress": "other_libraries.progress_bars:bars",
+    "one program with torchmetrics": "other_libraries.local_metrics:metrics",
+    "one program with ignite": "other_libraries.local_metrics:metrics",
+    "one program with torch.utils.tensorboard": "other_libraries.tracked_runs:one_run_of_tensorboard",
+    "one program with mlflow": "other_libraries.tracked_runs:one_run_of_mlflow",
+    "one program with wandb": "other_libraries.tracked_runs:one_run_of_wandb",
+    "inline runs with transformers": "other_libraries.trainer_reports:reports_meanwhile",
+    "inline runs with lightning": "other_libraries.trainer_reports:reports_meanwhile",
+    "inline runs with pytorch_lightning": "other_libraries.trainer_reports:reports_meanwhile",
     # folders that `load_state` may find
     "a checkpoint of Accelerate": "accelerate_checkpoints.accelerate_format:read_foreign",
     "random states of Accelerate": "accelerate_checkpoints.accelerate_format:restore_foreign_generators",
@@ -116,6 +140,15 @@ def named(beginning: str) -> tuple[str, ...]:
         beginning: The text, such as "mode ".
     """
     return tuple(name.removeprefix(beginning) for name in _TABLE if name.startswith(beginning))
+
+
+def modules_of(beginning: str) -> dict[str, str]:
+    """Return the modules of the names of the table that begin with a text, by these names without that text.
+
+    Args:
+        beginning: The text, such as "mode ".
+    """
+    return {name: f"{__name__}.{_TABLE[beginning + name].partition(':')[0]}" for name in named(beginning)}
 
 
 def mode_flag(options: object) -> str | None:

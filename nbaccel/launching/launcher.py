@@ -42,6 +42,7 @@ from nbaccel.launching.ipc import reaper
 from nbaccel.launching.ipc.spec import LaunchSpec, Start, load_named
 from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.kernel_models import held_here
+from nbaccel.launching.libraries import what_meets_loaded_libraries
 from nbaccel.launching.oom_restart import (
     GiveUp,
     KillsElsewhere,
@@ -346,7 +347,7 @@ def load_once(
     modules = [*warm, *(each.partition(":")[0] for each in named)]
     # of these choices the modules are not known here
     asks = settings is not None and (settings.strategy is not None or settings.changes_loops)
-    is_loaded = not asks and all(module in sys.modules for module in modules)
+    is_loaded = not asks and all(module in sys.modules for module in (*modules, *what_meets_loaded_libraries()))
 
     def load() -> None:
         if not is_loaded:
@@ -355,6 +356,9 @@ def load_once(
             loaded = importlib.import_module(module)
             if asks and (load_for_ranks := getattr(loaded, "load_for_ranks", None)) is not None:
                 load_for_ranks(settings, world_size)
+        for module in what_meets_loaded_libraries():  # now that torch is, which loads some
+            with contextlib.suppress(ModuleNotFoundError):  # a folder of features is not there: the ranks say so
+                importlib.import_module(module)
         for each in named:
             load_named(each)
 

@@ -178,14 +178,15 @@ def test_a_trainer_of_a_version_that_we_do_not_know_trains_and_tells_nothing() -
     """In a process of its own, since the hook stays."""
     program = """
 import sys, types
-from nbaccel.launching.libraries import attach_to_foreign_trainers
+from nbaccel.base.world import World
+from nbaccel.launching.libraries import REPORTS, OtherLibraries
 module = types.ModuleType("transformers.trainer")
 class Trainer:
     def train(self, epochs):
         return epochs
 module.Trainer = Trainer
-sys.modules["transformers.trainer"] = module
-attach_to_foreign_trainers()
+sys.modules["transformers"], sys.modules["transformers.trainer"] = types.ModuleType("transformers"), module
+OtherLibraries(World()).meet(REPORTS)
 print(Trainer().train(3), Trainer.train.__name__)
 import json, xml.dom.minidom  # everything else is found as ever
 """

@@ -254,3 +254,34 @@ def test_a_notebook_without_the_panel_shows_lines_and_says_so_once(tmp_path: Pat
 def test_an_import_that_fails_inside_of_a_feature_is_that_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         features.module_of("--check", "no_such_module")
+
+
+MEETS = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "nbaccel")
+CELL = '''%%accelerate -n 2 --cpu
+import warnings
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import LIBRARY
+print("told:", told[0].message)
+'''
+for library in ("fastprogress", "lightning_utilities"):
+    ran = shell.run_cell(CELL.replace("LIBRARY", library))
+    print("ended:", library, type(ran.error_in_exec).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_a_library_that_is_not_met_is_refused_where_each_rank_would_train_alone(tmp_path: Path) -> None:
+    copy_without(tmp_path, ["other_libraries"])
+    for library in ("fastprogress", "lightning_utilities"):
+        (tmp_path / f"{library}.py").touch()
+    lines = said(tmp_path, MEETS)
+    assert [line for line in lines if line.startswith("ended: ")] == [
+        "ended: fastprogress NoneType",
+        "ended: lightning_utilities FeatureMissing",
+    ]
+    warned = "told: one program with fastprogress belongs to nbaccel.features.other_libraries, which this installation"
+    assert any(warned in line for line in lines)

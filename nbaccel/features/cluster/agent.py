@@ -50,7 +50,8 @@ GREETING = b"\x00nbaccel-agent-1\n"
 """What an agent writes first: a shell that logs in may have written something before."""
 
 LISTS = ("files", "boards")
-"""Lists of the ranks beside the place where they meet, see `launching/libraries`: `one_file`, `one_output`."""
+"""Lists of the ranks beside the place where they meet, see `launching/libraries/one_file` and
+`features/other_libraries/tracked_runs`."""
 
 _TICK_S = 0.02
 _IDLE_S = 0.5

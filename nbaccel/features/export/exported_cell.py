@@ -21,11 +21,10 @@ from torch.distributed import TCPStore
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.features.export.first_steps import FIRST_STEPS, LossFile
-from nbaccel.launching.ipc.rank_part import RankPart, RankTask
+from nbaccel.launching.ipc.rank_part import RankTask
 from nbaccel.launching.ipc.spec import FunctionTask, TaskWatch
-from nbaccel.launching.libraries import OtherLibraries
+from nbaccel.launching.libraries import ONE_PROGRAM, OtherLibraries
 from nbaccel.launching.libraries.one_file import OneFile
-from nbaccel.launching.libraries.one_output import MetricsOfRanks, OneTrackedRun, ProgressBars
 from nbaccel.train.distributed.partial_state import PartialState, forget_worlds
 from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.setup import setup_rank
@@ -48,6 +47,7 @@ class ExportedCell:
         for name, value in RunSettings(**settings).environ().items():
             os.environ.setdefault(name, value)
         self._world = World.from_env()
+        self._libraries = OtherLibraries(self._world)
         self._watch: TaskWatch | None = None
         self._losses: LossFile | None = None
         self._folder: Path | None = None
@@ -68,7 +68,7 @@ class ExportedCell:
         os.environ.update(self._aside)
         if self._world.is_distributed:
             forget_worlds()
-            OtherLibraries(self._world, sees_one_card=False).install()
+            self._libraries.install()
         if self._store is not None and self._world.local_rank == 0:
             self._store.set(self._node_key, "done")
         self._store = None
@@ -111,12 +111,7 @@ class ExportedCell:
         here = World(world.local_rank, world.local_world_size, world.local_rank, world.local_world_size)
         task = FunctionTask(print, (), {})
         task.knows_ranks = knows_ranks
-        parts: list[RankPart] = [
-            ProgressBars(world),
-            MetricsOfRanks(),
-            OneTrackedRun(world, place),
-            OneFile(here, place),
-        ]
-        for part in parts:
-            part.install()
-            part.begin(RankTask(task, watch))
+        self._libraries.store_path = place
+        self._libraries.meet(ONE_PROGRAM)
+        self._libraries.begin(RankTask(task, watch))
+        OneFile(here, place).install()

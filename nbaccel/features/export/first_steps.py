@@ -57,11 +57,11 @@ class LossFile:
             where: The value of `FIRST_STEPS`.
             world: That of this rank.
         """
-        from nbaccel.launching.libraries import attach_to_foreign_trainers
+        from nbaccel.launching.libraries import REPORTS, OtherLibraries
 
         steps, _, folder = where.partition(":")
         file = cls(Path(folder, f"{world.rank}.json"), int(steps))
-        attach_to_foreign_trainers()
+        OtherLibraries(world).meet(REPORTS)
         reports.lead_to(file)
         return file
 

@@ -1,13 +1,14 @@
 """Runs an action on a module when the program loads it. In ranks, and for a time in a kernel; it imports nothing else.
 
 For a module that is loaded already, in the kernel or by the zygote, the action runs at once. If a version of the module
-does not fit the action, the program runs as it would without it.
+does not fit the action, the program runs as it would without it. What is to be done with the modules of a package can
+be asked for when the package is found (`when_found`), so that nobody loads it for programs without that package.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,32 +17,66 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
+    "Action",
+    "when_found",
+    "when_found_meanwhile",
     "when_loaded",
     "when_loaded_meanwhile",
 ]
 
-_Action = Callable[[ModuleType], None]
+Action = Callable[[ModuleType], None]
+
+_Ask = Callable[[], Iterable[tuple[str, Action]]]
 
 
-def when_loaded(actions: Mapping[str, _Action]) -> None:
+def when_loaded(actions: Mapping[str, Action]) -> None:
     """Call each action with the module of its name: now, or after its first import in this process.
 
     Actions for one module run in the order in which they were given.
     """
+    _finder().add(actions.items())
+
+
+def when_found(asks: Iterable[tuple[str, _Ask]]) -> None:
+    """Ask what is to be done with which modules before the package of each name is loaded; at once if it is.
+
+    What an ask raises is raised by the import of the package.
+    """
+    finder = _finder()
+    for name, ask in asks:
+        finder.add_ask(name, ask)
+
+
+def _finder() -> _Finder:
     finder = next((each for each in sys.meta_path if type(each) is _Finder), None)
     if finder is None:  # one for all: each import of the program asks every finder
         sys.meta_path.insert(0, finder := _Finder())
-    finder.add(actions)
+    return finder
 
 
 @contextmanager
-def when_loaded_meanwhile(actions: Mapping[str, _Action]) -> Iterator[None]:
+def when_loaded_meanwhile(actions: Mapping[str, Action]) -> Iterator[None]:
     """Do the same as `when_loaded`, but only for modules that are imported before the block ends."""
+    with _for_now() as finder:
+        finder.add(actions.items())
+        yield
+
+
+@contextmanager
+def when_found_meanwhile(asks: Iterable[tuple[str, _Ask]]) -> Iterator[None]:
+    """Do the same as `when_found`, but only for packages that are imported before the block ends."""
+    with _for_now() as finder:
+        for name, ask in asks:
+            finder.add_ask(name, ask)
+        yield
+
+
+@contextmanager
+def _for_now() -> Iterator[_FinderForNow]:
     finder = _FinderForNow()
     sys.meta_path.insert(0, finder)
-    finder.add(actions)
     try:
-        yield
+        yield finder
     finally:
         with suppress(ValueError):  # the program has removed it
             sys.meta_path.remove(finder)
@@ -51,27 +86,50 @@ class _Finder(MetaPathFinder):
     """Finds every module that the other finders find, and runs its actions when it has been loaded."""
 
     def __init__(self) -> None:
-        self._actions: dict[str, list[_Action]] = {}
+        self._actions: dict[str, list[Action]] = {}
+        self._asks: dict[str, list[_Ask]] = {}
 
-    def add(self, actions: Mapping[str, _Action]) -> None:
-        for name, action in actions.items():
-            if name not in sys.modules:
+    def add(self, actions: Iterable[tuple[str, Action]], loading: str = "") -> None:
+        """Run each action with the module of its name, now or when it is loaded.
+
+        Args:
+            loading: A module that is being loaded, and not complete.
+        """
+        for name, action in actions:
+            if name not in sys.modules or name == loading:
                 self._actions.setdefault(name, []).append(action)
             else:
                 with suppress(Exception):  # see above
                     action(sys.modules[name])
 
+    def add_ask(self, name: str, ask: _Ask) -> None:
+        """Ask now, or before the module of that name is loaded."""
+        if name in sys.modules:
+            self.add(ask())
+        else:
+            self._asks.setdefault(name, []).append(ask)
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        actions = self._actions.pop(name, None)  # the search below calls this method again
-        if actions is None:
+        of_module = [(known, known.pop(name)) for known in (self._actions, self._asks) if name in known]
+        if not of_module:  # or the search below calls this method again
             return None
         try:
             spec = find_spec(name)
         finally:
-            self._actions[name] = actions  # a program may only look whether there is such a module
+            for known, entries in of_module:  # a program may only look whether there is such a module
+                known[name] = entries  # type: ignore[assignment]
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, name, self._actions)
+            spec.loader = _Loader(spec.loader, name, self)
         return spec
+
+    def load(self, module: ModuleType, name: str, loader: Loader) -> None:
+        """Load `module` by its own `loader`, with its asks before that and its actions behind."""
+        for ask in self._asks.pop(name, ()):
+            self.add(ask(), loading=name)
+        loader.exec_module(module)
+        for action in self._actions.pop(name, ()):
+            with suppress(Exception):  # see above
+                action(module)
 
 
 class _FinderForNow(_Finder):
@@ -79,21 +137,18 @@ class _FinderForNow(_Finder):
 
 
 class _Loader(Loader):
-    """Another loader, and the actions for its module after it."""
+    """Another loader, and the asks and actions for its module around it."""
 
-    def __init__(self, loader: Loader, name: str, actions: dict[str, list[_Action]]) -> None:
+    def __init__(self, loader: Loader, name: str, finder: _Finder) -> None:
         self._loader = loader
         self._name = name
-        self._actions = actions
+        self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        for action in self._actions.pop(self._name, ()):
-            with suppress(Exception):  # see above
-                action(module)
+        self._finder.load(module, self._name, self._loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -1,41 +1,42 @@
-"""Adapts other libraries to ranks, and makes the `Trainer` of Hugging Face and of Lightning report. Runs in ranks.
+"""Meets other libraries: they use the existing ranks, act as one program, and report. Runs in ranks, or inline.
 
-Nothing is imported here that the program does not import: a trainer's class is patched when its module is loaded, or if
-the kernel had loaded it. Its training method then first adds a callback of the project to the trainer, through the
-trainer's own list of callbacks. If a version of a library does not fit, the program runs as it would without the
-callback. A run in the kernel's own process makes them report while it lasts, and leaves classes and trainers as they
-were. Imports `launching/ipc`, `namespace` and `base`.
+What meets a library is a feature, named by the library in the table: it is loaded when the library is, by the kernel or
+by the program of a rank, and nothing is imported that the program does not import. Where it is missing, a library that
+starts ranks of its own is refused; others go without it, and say so. `one_file` and `nested_launchers` need no library.
+Imports `launching/ipc`, `namespace` and `base`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from types import ModuleType
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from nbaccel.base.world import World
-from nbaccel.launching.ipc.import_hooks import when_loaded, when_loaded_meanwhile
-from nbaccel.launching.ipc.rank_part import RankPart
-from nbaccel.launching.libraries import lightning, transformers
-from nbaccel.launching.libraries.existing_world import join_existing_world
+from nbaccel.errors import FeatureMissing
+from nbaccel.features import feature, modules_of, named
+from nbaccel.launching.ipc.import_hooks import Action, when_found, when_found_meanwhile
+from nbaccel.launching.ipc.rank_part import RankPart, RankTask
+from nbaccel.launching.ipc.spec import TaskWatch
 from nbaccel.launching.libraries.nested_launchers import refuse_launchers
-from nbaccel.launching.libraries.one_output import refuse_logins
-from nbaccel.launching.libraries.one_process import forget_one_process, let_the_local_rank_be_the_only_card
+from nbaccel.launching.libraries.own_card import let_the_local_rank_be_the_only_card
 
 __all__ = [
+    "ONE_PROGRAM",
+    "REPORTS",
     "OtherLibraries",
-    "attach_to_foreign_trainers",
     "foreign_trainers_report",
+    "what_meets_loaded_libraries",
 ]
 
-_TRAINERS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], None]]] = {
-    "transformers.trainer": ("train", transformers.add_callback, transformers.remove_callback),
-    "lightning.pytorch.trainer.trainer": ("fit", lightning.add_callback, lightning.remove_callback),
-    "pytorch_lightning.trainer.trainer": ("fit", lightning.add_callback, lightning.remove_callback),
-}
-"""Modules with a class `Trainer`: the method that trains, the functions that prepare a trainer and undo it."""
+_RANKS = "ranks with "
+_LOGINS = "log-ins of "
+REPORTS = "reports of "
+ONE_PROGRAM = "one program with "
+_INLINE = "inline runs with "
 
 
 class OtherLibraries(RankPart):
@@ -43,25 +44,39 @@ class OtherLibraries(RankPart):
 
     Args:
         sees_one_card: See `WorkerBoot`.
+        store_path: A path that is the same in all ranks of the run, in a folder of the run's own; empty where the ranks
+            do not act as one program.
+
+    Attributes:
+        world: That of this rank.
+        store_path: As above.
+        knows_ranks: The task that runs chooses by itself which ranks do something.
+        watch: What keeps the task that runs equal in all ranks; None if it knows ranks, or nothing does.
     """
 
-    def __init__(self, world: World, sees_one_card: bool) -> None:
-        self._world = world
+    def __init__(self, world: World, sees_one_card: bool = False, store_path: str = "") -> None:
+        self.world = world
+        self.store_path = store_path
+        self.knows_ranks = True
+        self.watch: TaskWatch | None = None
         self._sees_one_card = sees_one_card
 
     def install(self) -> None:
-        refuse_launchers(self._world)
-        forget_one_process(self._world)
-        join_existing_world(self._world)
+        refuse_launchers(self.world)
+        vars(sys).pop("ps1", None)  # no library shall take this process for an interactive one
         if self._sees_one_card:
-            let_the_local_rank_be_the_only_card(self._world)
-        refuse_logins(self._world.rank)
-        attach_to_foreign_trainers()
+            let_the_local_rank_be_the_only_card(self.world)
+        self.meet(_RANKS, _LOGINS, REPORTS)
+        if self.store_path:
+            self.meet(ONE_PROGRAM)
 
+    def meet(self, *kinds: str) -> None:
+        """Meet the libraries that the table has of these kinds, now or when they are loaded. Once per process."""
+        when_found([(name, partial(_ask, f"{kind}{name}", self, name)) for kind in kinds for name in named(kind)])
 
-def attach_to_foreign_trainers() -> None:
-    """Make the trainers that this process uses, now or later, report. Called once per process."""
-    when_loaded(dict.fromkeys(_TRAINERS, _attach))
+    def begin(self, running: RankTask) -> None:
+        self.knows_ranks = running.task.knows_ranks
+        self.watch = None if self.knows_ranks else running.equal_watch
 
 
 @contextmanager
@@ -69,50 +84,28 @@ def foreign_trainers_report(has_stopped: Callable[[], bool]) -> Iterator[None]:
     """Make the trainers that the block uses report, as they do in ranks.
 
     Args:
-        has_stopped: Returns whether an interrupt of the user's has acted in the block. A trainer that reacts by ending
-            its training in its own way returns to a program that cannot know of it: `KeyboardInterrupt` is raised
-            there.
+        has_stopped: Returns whether an interrupt of the user's has acted in the block.
     """
     with ExitStack() as undo:
-        attach = functools.partial(_attach_meanwhile, undo, has_stopped)
-        undo.enter_context(when_loaded_meanwhile(dict.fromkeys(_TRAINERS, attach)))
+        asks = [(name, partial(_ask, f"{_INLINE}{name}", undo, has_stopped, name)) for name in named(_INLINE)]
+        undo.enter_context(when_found_meanwhile(asks))
         yield
 
 
-def _attach_meanwhile(undo: ExitStack, has_stopped: Callable[[], bool], module: ModuleType) -> None:
-    method, add_callback, remove_callback = _TRAINERS[module.__name__]
-    trains = getattr(module.Trainer, method)
-
-    @functools.wraps(trains)
-    def with_callback(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        had_stopped, is_added = has_stopped(), False
-        try:
-            with suppress(Exception):  # as below
-                is_added = add_callback(trainer)
-            value = trains(trainer, *args, **kwargs)
-        finally:
-            if is_added:
-                remove_callback(trainer)
-        if has_stopped() and not had_stopped:
-            raise KeyboardInterrupt("the run was interrupted")
-        return value
-
-    def detach() -> None:
-        if getattr(module.Trainer, method) is with_callback:
-            setattr(module.Trainer, method, trains)
-
-    setattr(module.Trainer, method, with_callback)
-    undo.callback(detach)
+def what_meets_loaded_libraries() -> list[str]:
+    """Return the modules that meet what this process has loaded: those that its forks need at once."""
+    kinds = (_RANKS, _LOGINS, REPORTS, ONE_PROGRAM)
+    found = (module for kind in kinds for name, module in modules_of(kind).items() if name in sys.modules)
+    return list(dict.fromkeys(found))
 
 
-def _attach(module: ModuleType) -> None:
-    method, add_callback, _ = _TRAINERS[module.__name__]
-    trains = getattr(module.Trainer, method)
-
-    @functools.wraps(trains)
-    def with_callback(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        with suppress(Exception):  # an unknown version: it trains, and reports nothing
-            add_callback(trainer)
-        return trains(trainer, *args, **kwargs)
-
-    setattr(module.Trainer, method, with_callback)
+def _ask(name: str, *args: Any) -> Iterable[tuple[str, Action]]:
+    """Return what a feature does with the modules of a library."""
+    try:
+        actions: Iterable[tuple[str, Action]] = feature(name)(*args)
+    except FeatureMissing as error:
+        if name.startswith(_RANKS):  # each rank would train a model of its own
+            raise
+        warnings.warn(str(error), stacklevel=2)
+        return ()
+    return actions

@@ -17,7 +17,6 @@ from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import Results, WorkerBoot, load_named
 from nbaccel.launching.libraries import OtherLibraries
 from nbaccel.launching.libraries.one_file import OneFile
-from nbaccel.launching.libraries.one_output import MetricsOfRanks, OneTrackedRun, ProgressBars
 from nbaccel.launching.rank.flag_watch import FlagWatch
 from nbaccel.launching.rank.lifetime import CutWatch
 from nbaccel.launching.rank.process_setup import ProcessGroups
@@ -53,7 +52,7 @@ class RankParts:
         self._parts: list[RankPart] = [
             self.cut,  # first: it forms groups anew that the others use, and hears of an error before they change it
             ProcessGroups(boot.store_path, world, page, boot.address),
-            OtherLibraries(world, sees_one_card=boot.sees_one_card),  # after the groups, which they form
+            OtherLibraries(world, boot.sees_one_card, boot.store_path if acts_as_one else ""),  # after the groups
             ShardedResults(self.cut),
             *(load_named(name)(argument) for name, argument in boot.parts),  # before `OneFile`, which they look through
             _SetupWatch(),  # before the next, which asks it what it keeps equal
@@ -61,12 +60,7 @@ class RankParts:
             self.flags,  # after these two, whose errors say more
         ]
         if acts_as_one:
-            self._parts += [
-                ProgressBars(world),
-                MetricsOfRanks(),
-                OneTrackedRun(world, boot.store_path),
-                OneFile(world, boot.store_path, written),
-            ]
+            self._parts.append(OneFile(world, boot.store_path, written))
 
     def install(self) -> None:
         for part in self._parts:

@@ -25,12 +25,12 @@ from nbaccel.base.events import StepEntered, StepsEnded, emit
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.errors import LaunchRefused, NestedLaunch
 from nbaccel.features.accelerate_helpers import launches_as_accelerate as ours
+from nbaccel.features.other_libraries import transformers
 from nbaccel.launchers import notebook_launcher
 from nbaccel.launching import api, inline
 from nbaccel.launching.api import launch
 from nbaccel.launching.gpu_trouble import TorchBuild
 from nbaccel.launching.launcher import Launcher
-from nbaccel.launching.libraries import transformers
 from nbaccel.launching.processes import shutdown
 
 LINE = (

@@ -12,57 +12,57 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any, NoReturn
 
 from nbaccel.base.world import World
 from nbaccel.errors import NestedLaunch, NotInRanks, NotPrepared
-from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.import_hooks import Action
+from nbaccel.launching.libraries import OtherLibraries
 
 __all__ = [
     "SetUpAnew",
-    "join_existing_world",
     "name_of",
     "names_in",
+    "of_lightning",
+    "of_lightnings_utilities",
     "refuse",
+    "text_of_rich",
 ]
 
-_FABRICS = ("lightning.fabric", "lightning_fabric")
-_TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+
+def of_lightning(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+    """Make Lightning use the ranks: the whole of it, or the `library` that has its trainer or its fabric alone."""
+    world = ranks.world
+    fabrics = {"lightning": ["lightning.fabric"], "lightning_fabric": ["lightning_fabric"]}.get(library, [])
+    trainers = {"lightning": ["lightning.pytorch"], "pytorch_lightning": ["pytorch_lightning"]}.get(library, [])
+    for package in fabrics:
+        yield f"{package}.utilities.imports", _not_interactive
+        yield f"{package}.connector", partial(_count_ranks, world, "_Connector")
+        yield f"{package}.plugins.environments.torchelastic", _detect_ranks
+        yield f"{package}.plugins.environments.lightning", _keep_environment
+        yield f"{package}.fabric", partial(_check_fabrics, world)
+    for package in trainers:
+        connector = f"{package}.trainer.connectors.accelerator_connector"
+        yield connector, partial(_count_ranks, world, "_AcceleratorConnector")
+        yield f"{package}.callbacks.progress.rich_progress", _not_interactive
+        yield f"{package}.trainer.trainer", partial(_check_trainers, world)
+    for package in (*fabrics, *trainers):
+        yield f"{package}.strategies.ddp", _use_ranks
+        yield f"{package}.strategies.launchers.multiprocessing", partial(_refuse_launcher, world)
+        yield f"{package}.strategies.launchers.subprocess_script", partial(_refuse_scripts, world)
 
 
-def join_existing_world(world: World) -> None:
-    """Make this process non-interactive, and make Lightning use `world`. Called once per process."""
-    vars(sys).pop("ps1", None)
-    actions: dict[str, Callable[[ModuleType], None]] = {
-        "lightning_utilities.core.rank_zero": partial(_set_rank, world),
-        "rich.console": _write_text,
-    }
-    for package in _FABRICS:
-        actions |= {
-            f"{package}.utilities.imports": _not_interactive,
-            f"{package}.connector": partial(_count_ranks, world, "_Connector"),
-            f"{package}.plugins.environments.torchelastic": _detect_ranks,
-            f"{package}.plugins.environments.lightning": _keep_environment,
-            f"{package}.fabric": partial(_check_fabrics, world),
-        }
-    for package in _TRAINERS:
-        actions |= {
-            f"{package}.trainer.connectors.accelerator_connector": partial(
-                _count_ranks, world, "_AcceleratorConnector"
-            ),
-            f"{package}.callbacks.progress.rich_progress": _not_interactive,
-            f"{package}.trainer.trainer": partial(_check_trainers, world),
-        }
-    for package in (*_FABRICS, *_TRAINERS):
-        actions |= {
-            f"{package}.strategies.ddp": _use_ranks,
-            f"{package}.strategies.launchers.multiprocessing": partial(_refuse_launcher, world),
-            f"{package}.strategies.launchers.subprocess_script": partial(_refuse_scripts, world),
-        }
-    when_loaded(actions)
+def of_lightnings_utilities(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+    """Let what Lightning does "only on rank 0" be done there."""
+    yield "lightning_utilities.core.rank_zero", partial(_set_rank, ranks.world)
+
+
+def text_of_rich(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+    """Make rich, which draws Lightning's bars, write text."""
+    yield "rich.console", _write_text
 
 
 def _set_rank(world: World, module: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbaccel.base.events import LoopKind, Loss, Metric, Progress, TrainingMode, emit
-from nbaccel.launching.libraries.boundaries import StepBoundaries, TrainerProgress
+from nbaccel.features.other_libraries.boundaries import StepBoundaries, TrainerProgress
 
 __all__ = [
     "LightningCallback",

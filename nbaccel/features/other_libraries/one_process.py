@@ -1,7 +1,11 @@
-"""Make libraries in a rank forget that the notebook ran in one process with all GPUs. Runs in ranks; imports none.
+"""Make Accelerate and transformers in a rank forget that the notebook ran in one process. Runs in ranks; imports none.
 
-Accelerate and transformers find the rank and the world again (`forget_one_process`), and libraries that count GPUs by
-local rank use the only GPU that this rank sees (`let_the_local_rank_be_the_only_card`).
+They find the rank and the world again. Accelerate keeps one state per process: in a rank it is as in a new process. A
+transformers `TrainingArguments` or `Trainer`, and an accelerate `Accelerator`, that came from the notebook get the
+rank, the world and the device at their first use; objects that cannot be set up again are refused with the line to
+move. Not covered: numbers that the user's program derived from them in the notebook.
+
+If a rank is the only one, nothing changes: the notebook's values are right here, too.
 """
 
 from __future__ import annotations
@@ -11,19 +15,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
-from nbaccel.base.world import World
 from nbaccel.errors import NotInRanks
-from nbaccel.launching.ipc.import_hooks import when_loaded
-from nbaccel.launching.libraries.existing_world import SetUpAnew, name_of, names_in, refuse
+from nbaccel.features.other_libraries.existing_world import SetUpAnew, name_of, names_in, refuse
+from nbaccel.launching.ipc.import_hooks import Action
+from nbaccel.launching.libraries import OtherLibraries
 from nbaccel.namespace.wrappers import MADE_WITH
 
-__all__ = [
-    "forget_one_process",
-    "let_the_local_rank_be_the_only_card",
-]
+__all__ = ["of_accelerate", "of_transformers"]
 
 _STATES = ("PartialState", "AcceleratorState", "GradientState")
 _ASKS_FOR_THE_WORLD = frozenset(
@@ -34,36 +34,21 @@ _ASKS_FOR_THE_WORLD = frozenset(
 _PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 
 
-def forget_one_process(world: World) -> None:
-    """Make accelerate and transformers determine the rank and the world again. Called once per process.
-
-    Accelerate keeps one state per process: in a rank it is as in a new process. A transformers `TrainingArguments` or
-    `Trainer`, and an accelerate `Accelerator`, that came from the notebook get the rank, the world and the device at
-    their first use; objects that cannot be set up again are refused with the line to move. Not covered: numbers that
-    the user's program derived from them in the notebook.
-
-    If this rank is the only one, nothing changes: the notebook's values are right here, too.
-    """
-    when_loaded({"accelerate.accelerator": _note_settings})
-    if not world.is_distributed:
-        return
-    states = _States()
-    prepared = SetUpAnew(("gradient_state",), _refuse_prepared)
-    when_loaded(
-        {
-            "accelerate.state": states.forget,
-            "accelerate.accelerator": functools.partial(_watch_accelerators, states),
-            "accelerate.optimizer": lambda module: prepared.watch(module.AcceleratedOptimizer),
-            "accelerate.scheduler": lambda module: prepared.watch(module.AcceleratedScheduler),
-            "accelerate.data_loader": functools.partial(_watch_loaders, prepared),
-            "accelerate.logging": states.set_up_for_loggers,
-            "transformers.training_args": _watch_arguments,
-            "transformers.trainer": _watch_trainers,
-        }
-    )
-
-
 # --- accelerate --------------------------------------------------------------------------------------------------
+
+
+def of_accelerate(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+    """Make accelerate determine the rank and the world again."""
+    yield "accelerate.accelerator", _note_settings
+    if ranks.world.is_distributed:
+        states = _States()
+        prepared = SetUpAnew(("gradient_state",), _refuse_prepared)
+        yield "accelerate.state", states.forget
+        yield "accelerate.accelerator", functools.partial(_watch_accelerators, states)
+        yield "accelerate.optimizer", lambda module: prepared.watch(module.AcceleratedOptimizer)
+        yield "accelerate.scheduler", lambda module: prepared.watch(module.AcceleratedScheduler)
+        yield "accelerate.data_loader", functools.partial(_watch_loaders, prepared)
+        yield "accelerate.logging", states.set_up_for_loggers
 
 
 class _States:
@@ -199,6 +184,13 @@ def _refuse_prepared(value: object) -> NoReturn:
 # --- transformers ------------------------------------------------------------------------------------------------
 
 
+def of_transformers(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+    """Make transformers determine the rank and the world again."""
+    if ranks.world.is_distributed:
+        yield "transformers.training_args", _watch_arguments
+        yield "transformers.trainer", _watch_trainers
+
+
 def _watch_arguments(module: Any) -> None:
     names = ("_setup_devices", "distributed_state", "_n_gpu")
     SetUpAnew(names, functools.partial(_renew_arguments, module.TrainingArguments, names)).watch(
@@ -295,75 +287,3 @@ def _asks_for_the_world(kind: type, library: type, method: str) -> bool:
     classes = kind.__mro__[: kind.__mro__.index(library)]
     codes = [getattr(vars(one).get(method), "__code__", None) for one in classes]
     return any(code is not None and names_in(code) & _ASKS_FOR_THE_WORLD for code in codes)
-
-
-def let_the_local_rank_be_the_only_card(world: World) -> None:
-    """Patch these functions, in a rank that sees one GPU of several. Called once per process.
-
-    Accelerate passes the local rank as the device to `DistributedDataParallel` and `torch.distributed.barrier`, and
-    others call `torch.cuda.set_device` with it. In a rank that sees only its own GPU, this number means that GPU. Not
-    covered: the number in a `torch.device` or in `.to`, which torch reads in compiled code.
-    """
-    if world.local_rank == 0:
-        return  # that is its number anyway
-    own = partial(_own, world.local_rank)
-    when_loaded(
-        {
-            "torch.cuda": partial(_set_device, own),
-            "torch.distributed.distributed_c10d": partial(_barrier, own),
-            "torch.nn.parallel.distributed": partial(_parallel, own),
-        }
-    )
-
-
-def _own(local_rank: int, device: Any) -> Any:
-    """Return `device`, with 0 in place of the local rank, as a number, a text or a `torch.device`.
-
-    A program that has made more GPUs visible, by the variable and before CUDA began, means the number as it is.
-    """
-    torch: Any = sys.modules["torch"]
-    if torch.cuda.device_count() > 1:
-        return device
-    if type(device) is list:
-        return [_own(local_rank, each) for each in device]
-    named = torch.device(device) if type(device) is str and device.startswith("cuda") else device
-    number = named.index if type(named) is torch.device and named.type == "cuda" else named
-    return 0 if type(number) is int and number == local_rank else device
-
-
-def _set_device(own: Callable[[Any], Any], module: Any) -> None:
-    torchs = module.set_device
-
-    @functools.wraps(torchs)
-    def set_device(device: Any) -> None:
-        torchs(own(device))
-
-    module.set_device = set_device
-
-
-def _barrier(own: Callable[[Any], Any], module: Any) -> None:
-    torchs = module.barrier
-
-    @functools.wraps(torchs)
-    def barrier(*args: Any, **kwargs: Any) -> Any:
-        if "device_ids" in kwargs:
-            kwargs["device_ids"] = own(kwargs["device_ids"])
-        return torchs(*args, **kwargs)
-
-    module.barrier = barrier
-    package = sys.modules.get("torch.distributed")
-    if getattr(package, "barrier", None) is torchs:
-        vars(package)["barrier"] = barrier
-
-
-def _parallel(own: Callable[[Any], Any], module: Any) -> None:
-    kind = module.DistributedDataParallel
-    torchs = kind.__init__
-
-    @functools.wraps(torchs)
-    def init(
-        parallel: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
-    ) -> None:
-        torchs(parallel, module, own(device_ids), own(output_device), *args, **kw)
-
-    kind.__init__ = init

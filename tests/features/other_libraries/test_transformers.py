@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbaccel.base.events import Event, Gauge, Progress, outlet
-from nbaccel.launching.libraries.transformers import TransformersCallback
+from nbaccel.features.other_libraries.transformers import TransformersCallback
 
 ARGS = SimpleNamespace(num_train_epochs=2.0, max_steps=-1, train_batch_size=4, gradient_accumulation_steps=1)
 

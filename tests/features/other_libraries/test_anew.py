@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import NotInRanks
-from nbaccel.launching.libraries.existing_world import SetUpAnew, names_in, refuse
+from nbaccel.features.other_libraries.existing_world import SetUpAnew, names_in, refuse
 
 
 def watched(renewed: list[Any], world: int = 2) -> type:

@@ -14,7 +14,7 @@ import pytest
 from nbaccel.base.world import World
 from nbaccel.launching.ipc.rank_part import RankTask
 from nbaccel.launching.ipc.spec import FunctionTask
-from nbaccel.launching.libraries.one_output import ProgressBars
+from nbaccel.launching.libraries import ONE_PROGRAM, OtherLibraries
 from nbaccel.testing import run_ranks
 
 
@@ -24,13 +24,18 @@ def _task(knows_ranks: bool) -> RankTask:
     return RankTask(task)
 
 
+def _meeting() -> OtherLibraries:
+    """What meets bars in this rank, from now on."""
+    libraries = OtherLibraries(World.from_env(), store_path="a list of writers")
+    libraries.meet(ONE_PROGRAM)
+    return libraries
+
+
 def _in_ranks(loop: Callable[[], Any], knows_ranks: bool = False) -> list[tuple[Any, str]]:
     """What `loop` returned and what it printed, by rank."""
 
     def run() -> tuple[Any, str]:
-        bars = ProgressBars(World.from_env())
-        bars.install()
-        bars.begin(_task(knows_ranks))
+        _meeting().begin(_task(knows_ranks))
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             return loop(), printed.getvalue()
@@ -90,8 +95,7 @@ def test_bars_of_a_notebook_that_are_loaded_already_are_quiet_too() -> None:
 
 def test_ranks_that_stay_draw_again_for_a_task_that_knows_ranks() -> None:
     def run() -> list[bool]:
-        bars, drew = ProgressBars(World.from_env()), []
-        bars.install()
+        bars, drew = _meeting(), []
         for knows_ranks in (False, True, False):
             bars.begin(_task(knows_ranks))
             with contextlib.redirect_stderr(io.StringIO()) as printed:
