@@ -253,7 +253,8 @@ class NotPrepared(NbaccelError):
     Attributes:
         is_of_parts: The error may come from batches that are split between the ranks; whole batches on every rank may
             avoid it.
-        is_of_states: It does, and each rank has made a state of its own of these parts, which steps may have used.
+        is_of_states: It does, after steps that were trained on parts: each rank has made a state of its own of these,
+            or the loss has changed.
 
     Example:
         In a cell, of a loop that prepares nothing::

@@ -384,9 +384,9 @@ class PartsRestartPolicy:
 
     A loop that prepares nothing is given parts of its batches. One that counts on whole ones, as by ``view(64, -1)`` or
     by labels that it has made before, fails on the first part. One that makes a state of its batches, as a running
-    mean, fails once the ranks' states differ. So the run starts again, once, with whole batches in every rank, while
-    little is lost by it. The ranks of before are gone, with all that they have trained; files that a rank has written
-    would be written twice.
+    mean, fails once the ranks' states differ; one whose loss compares samples from some step on, at that step. So the
+    run starts again, once, with whole batches in every rank, while little is lost by it. The ranks of before are gone,
+    with all that they have trained; files that a rank has written would be written twice.
 
     Args:
         failed: The attempt that failed on its parts, and was followed by one with whole batches; None for none.

@@ -9,6 +9,7 @@ decision depends on, the losses of the task so far, is in a `LossHistory`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -292,6 +293,11 @@ class ShapeOfLoss:
         return digest(" ".join([*(type(term.node).__name__ for term in terms), self._lines]))
 
 
+@functools.lru_cache(maxsize=_MOST)
+def _names_of(kinds: frozenset[type]) -> frozenset[str]:
+    return frozenset(kind.__name__ for kind in kinds)
+
+
 def _times(factor: float) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     def scale(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         if not factor:  # and not nan where a rank has nothing but ignored targets
@@ -309,6 +315,9 @@ _SINGLE = (-1, -2, 0, 1)
 """Counts of a term that is of one number, or of an unknown number: these are no fixed points."""
 
 _FEWEST_ROWS = 2
+_TOP = 24
+"""Nodes below the root of a graph by which losses of one shape are told apart."""
+
 _LENGTHS = 64
 """Number of first backwards that are all searched for lengths, by a walk through the graph; later ones now and then.
 Parts of many samples most often contain one that is as long as any."""
@@ -329,7 +338,8 @@ class LossHistory:
         self._fixed: set[tuple[float, int]] = set()  # terms that have the same shapes in parts as with a whole batch
         self._varying: set[tuple[float, int]] = set()  # terms that were seen to have more, or fewer, numbers than that
         self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were examined, by their shape
-        self._watched: set[float] = set()  # shapes of losses that were watched, or are about to be
+        self._kinds: dict[float, frozenset[str]] = {}  # of the operations below these losses, that were examined
+        self._watched: set[tuple[float, int]] = set()  # losses that were watched, or are about to be, by their tops
 
     def known(self) -> dict[str, Any]:
         """Return what is known of losses, for a process that goes on with them."""
@@ -354,13 +364,23 @@ class LossHistory:
         return (*map(len, (self._of_whole, self._fixed, self._varying)), *self.references.state)
 
     def obstacle(
-        self, readings: Sequence[LossTerms], shapes: Sequence[int], handed: GivenBatches, is_graph_kept: bool
+        self,
+        readings: Sequence[LossTerms],
+        shapes: Sequence[int],
+        handed: GivenBatches,
+        is_graph_kept: bool,
+        kinds: Sequence[type],
     ) -> str:
         """Return why this loss must be computed of whole batches; "" where parts are possible.
 
         Args:
             shapes: The shapes of the readings.
+            kinds: Of all nodes of its graph.
         """
+        names, known = _names_of(frozenset(kinds)), self._kinds.get(shapes[0])
+        new: frozenset[str] = frozenset() if known is None or names <= known else names - known
+        if known is None or new:
+            self._kinds[shapes[0]] = names | (known or names)
         if is_graph_kept:
             return "gradients of gradients of what is trained"
         is_part = handed.is_part
@@ -369,24 +389,33 @@ class LossHistory:
                 return reading.obstacle
             if handed.rows < _FEWEST_ROWS:
                 continue  # one sample shows nothing
-            if is_part and self._obstacles.get((shape, False)) == "":
-                continue  # the whole batch has shown none; a part may equal another length by chance
             key = shape, is_part
-            if key not in self._obstacles or self._obstacles[key]:
+            if is_part and self._obstacles.get((shape, False)) == "":
+                # The whole batch has shown none, and a part may equal another length by chance.
+                if not new:
+                    continue
+                self._obstacles[key] = obstacle_below(reading, handed.rows, new)
+            elif new or self._obstacles.get(key, " "):
                 self._obstacles[key] = obstacle_below(reading, handed.rows)
             if self._obstacles[key]:
                 return self._obstacles[key]
         return ""
 
-    def is_new_in_parts(self, shapes: Sequence[int], handed: GivenBatches, is_watched: bool) -> bool:
+    def is_new_in_parts(
+        self, shapes: Sequence[int], kinds: Sequence[type], handed: GivenBatches, is_watched: bool
+    ) -> bool:
         """Return whether a part has a loss that was not watched so far, so that the next one has to be.
 
         Args:
+            kinds: Of the nodes of its graph, of which the first ones tell losses apart.
             is_watched: This one is, see `BatchWatch`.
         """
-        is_new = handed.is_part and not is_watched and not self._watched.issuperset(shapes)
-        self._watched.update(shapes)
-        return is_new
+        top = hash(tuple(kinds[:_TOP]))
+        losses = {*zip(shapes, itertools.repeat(top))}
+        is_new = not losses <= self._watched and len(self._watched) < _MOST
+        if is_new:
+            self._watched |= losses
+        return is_new and handed.is_part and not is_watched
 
     def lengths(self, terms: Sequence[Term], handed: GivenBatches, backwards: int) -> int:
         """Return a digest of the lengths below `terms`; 0 where they are not looked for.

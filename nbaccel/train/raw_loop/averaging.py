@@ -36,6 +36,7 @@ from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter, TurnWeights
 from nbaccel.train.raw_loop.exchange import GradientExchange, Round
 from nbaccel.train.raw_loop.gradient_weights import (
+    MOST_ZEROS,
     VALUES,
     Header,
     LeastCount,
@@ -47,9 +48,9 @@ from nbaccel.train.raw_loop.gradient_weights import (
 )
 from nbaccel.train.raw_loop.graph import (
     forget_scaled,
+    graph_of,
     is_compiled,
     is_scaled,
-    leaves_of,
     runs_backwards_inside,
     users_scalars,
     without_scale,
@@ -210,7 +211,7 @@ class Averaging:
         if len(args) < 4 or len(roots) != len(outputs):
             return real(outputs, *args, **kwargs)
         is_graph_made, inputs, accumulates = bool(args[2]), args[3], kwargs.get("accumulate_grad", False)
-        leaves, of_python = leaves_of(roots) if accumulates else ([], [])
+        leaves, of_python, kinds = graph_of(roots) if accumulates else ([], [], [])
         if inputs:
             chosen = {id(each): each for each in inputs if isinstance(each, Tensor) and each.is_leaf}
             leaves = [leaf for leaf in leaves if id(leaf) in chosen] if accumulates else list(chosen.values())
@@ -234,7 +235,7 @@ class Averaging:
         self._deferred.before_backward(self._passes.handed, not accumulates)
         meetings = self.meetings
         try:
-            run = self._meet(roots, leaves, new, extras, is_graph_made)
+            run = self._meet(roots, leaves, new, extras, is_graph_made, kinds)
             if not accumulates:
                 return self._grad(run, real, outputs, args, kwargs)
             self._accumulate(run, roots, real, outputs, args, kwargs)
@@ -303,7 +304,13 @@ class Averaging:
         return self.models.sort(leaves, batch, sizes, by_holders=self._deferred.is_used, accumulates=accumulates)
 
     def _meet(
-        self, roots: Sequence[Tensor], leaves: Sequence[Tensor], new: list[Tensor], extras: bool, is_graph_kept: bool
+        self,
+        roots: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        new: list[Tensor],
+        extras: bool,
+        is_graph_kept: bool,
+        kinds: Sequence[type],
     ) -> Agreement:
         """Agree with all ranks on what is summed, and on its weights.
 
@@ -316,8 +323,9 @@ class Averaging:
         handed, shape_of = self._passes.handed, ShapeOfLoss()
         shapes = [shape_of.of(reading.terms) for reading in readings]
         shape = shapes[0] if len(shapes) == 1 else shape_of.of(terms)
-        obstacle = self._losses.obstacle(readings, shapes, handed, is_graph_kept) or self._watch.obstacle(roots)
-        if self._losses.is_new_in_parts(shapes, handed, is_watched=self._watch.is_on):
+        obstacle = self._losses.obstacle(readings, shapes, handed, is_graph_kept, kinds)
+        obstacle = obstacle or self._watch.obstacle(roots)
+        if self._losses.is_new_in_parts(shapes, kinds, handed, is_watched=self._watch.is_on):
             self._passes.watch_next()
         if not obstacle and any(leaf._backward_hooks for leaf in leaves):
             obstacle = "a hook that may change the gradient of a parameter"
@@ -399,6 +407,7 @@ class Averaging:
         is_uneven = handed.is_part and len(handed.sizes) > 1
         lengths = self._losses.lengths(terms, handed, self.meetings)
         is_check_due = self._is_check_due()
+        zeros = 0
         pairs: list[tuple[float, float]] = []
         while True:
             mine = self.models.by_number(leaves)
@@ -406,6 +415,8 @@ class Averaging:
                 self.models.look_at_values()
             buffers = self.models.changed_buffers(mine.keys())
             if told is None:
+                for at, term in enumerate(terms):
+                    zeros |= term.is_zero << min(at, MOST_ZEROS)
                 counted = [(-1 - term.elements if term.count is None else term.count, term.constant) for term in terms]
                 numbers = as_floats([*(part for pair in counted for part in pair), *(each.detach() for each in shown)])
                 pairs = list(zip(numbers[: 2 * len(terms) : 2], numbers[1 : 2 * len(terms) : 2], strict=True))
@@ -420,6 +431,7 @@ class Averaging:
                 rows=handed.rows,
                 whole=handed.whole,
                 obstacle=has_obstacle,
+                zeros=zeros,
                 gives=gives,
                 least=self._watch.least,
                 at=self._steps.count,
@@ -530,7 +542,7 @@ class Averaging:
             f"{self._world.place}, step {self._steps.count}: this loss is no sum over "
             f"samples ({why}), and its batch was split over the ranks. {remedy}"
         )
-        error.is_of_parts = True
+        error.is_of_parts = error.is_of_states = True
         return error
 
     def _union(self, header: Header, mine: Collection[int]) -> list[int]:

@@ -22,6 +22,7 @@ from nbaccel.base.values import frozen
 from nbaccel.train.distributed.collectives import Collectives
 
 __all__ = [
+    "MOST_ZEROS",
     "TERMS",
     "VALUES",
     "Header",
@@ -75,9 +76,6 @@ class References:
         return (*map(len, known), len(self._assumed), self._changes, sum(self._stayed.values()))
 
     def note(self, term: Hashable, constant: float, rows: float, elements: float = 0) -> None:
-        if math.isinf(constant):  # times zero: a factor, which no count that divides is
-            self._of_program.add(term)
-            return
         found = constant, rows, elements
         known = self._found.get(term, found)
         self._changes += known != found
@@ -240,7 +238,7 @@ class References:
 
 def _multiply(divisors: Sequence[float], rows: Sequence[float]) -> bool:
     """Return whether divisors are smaller in proportion to the samples, as of a sum that is multiplied by them."""
-    return differ(rows) and not differ([each * row for each, row in zip(divisors, rows, strict=True)])
+    return differ(divisors) and not differ([each * row for each, row in zip(divisors, rows, strict=True)])
 
 
 def _is_whole(number: float) -> bool:
@@ -282,7 +280,7 @@ def factors(
             elements = _elements(header.counts[givers[0]][term])
             references.note((first.shape, term), header.constants[givers[0]][term], first.whole or first.rows, elements)
         return [[each] * max(1, int(say.terms)) for each, say in zip(even, says, strict=True)]
-    if not is_alike:
+    if not is_alike or not header.all_equal("zeros", givers):  # or times a number of the part, zero in some of them
         return None
     if not count:
         rows = [says[rank].rows if rank in givers else 0.0 for rank in range(size)]
@@ -297,12 +295,7 @@ def factors(
         constants = [header.constants[rank][term] for rank in givers]
         parts: Sequence[float] | None
         factor_of = [1.0] * len(givers)
-        if len({*map(math.isinf, constants)}) > 1:
-            return None  # times a number of the part, which is zero in some
-        if math.isinf(constants[0]):
-            references.note(key, constants[0], rows[0])
-            parts = counts if counts[0] >= 0 and not of_parameters[term] else None
-        elif of_parameters[term]:
+        if of_parameters[term]:
             adds = references.adds_up_alone(key, constants, rows)
             if adds is None:
                 return None
@@ -377,6 +370,8 @@ def _elements(count: float) -> float:
 
 TERMS = 6
 VALUES = 5
+MOST_ZEROS = 52
+"""Terms that have a bit of their own in a float; all further ones share the last."""
 
 
 @dataclass(slots=True)
@@ -395,6 +390,7 @@ class Say:
         rows: The number of samples of its batch.
         whole: The number of samples of the whole batch of which it has a part.
         obstacle: Not 0 if the loss is no sum over samples.
+        zeros: A bit for each term of the loss that is multiplied by zero.
         gives: 1 if its gradient counts.
         least: 1 if the loop may divide by the larger one of a count and 1, and the count may be none here; 2 if one is.
         at: The number of its step.
@@ -419,6 +415,7 @@ class Say:
     rows: float = 0
     whole: float = 0
     obstacle: float = 0
+    zeros: float = 0
     gives: float = 1
     least: float = 0
     values: float = 0

@@ -19,6 +19,7 @@ from nbaccel.train.raw_loop.terms import LossTerms
 __all__ = [
     "ScalerRule",
     "forget_scaled",
+    "graph_of",
     "is_compiled",
     "is_scaled",
     "leave_scalers",
@@ -45,12 +46,20 @@ def leaves_of(roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
         >>> leaves_of([(w * 2).sum()])[0][0] is w
         True
     """
+    leaves, of_python, _ = graph_of(roots)
+    return leaves, of_python
+
+
+def graph_of(roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Any], list[type]]:
+    """Return the same as `leaves_of`, and the kinds of all other nodes, the first ones below the first root."""
     found = {id(root): root for root in roots if root.requires_grad and root.grad_fn is None}
     stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(stack)
     of_python: list[Any] = []
+    kinds: list[type] = []
     while stack:
         node = stack.pop()
+        kinds.append(type(node))
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             of_python.append(node)
         for following, _ in node.next_functions:
@@ -61,7 +70,7 @@ def leaves_of(roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
                     found[id(leaf)] = leaf
                 else:
                     stack.append(following)
-    return list(found.values()), of_python
+    return list(found.values()), of_python, kinds
 
 
 def runs_backwards_inside(nodes: Sequence[Any]) -> bool:

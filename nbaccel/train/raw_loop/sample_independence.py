@@ -106,16 +106,19 @@ _TREATED = (
 _SAVED_DIMS = ("_saved_dim", "_saved_dimension")
 
 
-def obstacle_below(reading: LossTerms, rows: int) -> str:
+def obstacle_below(reading: LossTerms, rows: int, only: Collection[str] = ()) -> str:
     """Return why samples are not independent of each other below the terms; empty if there is no sign of it.
 
     The signs are shapes that contain the number of samples, `rows`, so a large batch shows more than a small one. Call
     it once per loop: it may walk the whole graph. BatchNorm, and the contents of a compiled part, show no sign.
+
+    Args:
+        only: Names of the nodes that are asked about, where others have shown no sign with a larger batch.
     """
     terms = [term.node for term in reading.terms if not term.is_of_parameters]
     if rows < 2 or not terms:
         return ""
-    if _are_one_by_one(terms, rows):
+    if not only and _are_one_by_one(terms, rows):
         return f"a loss for each sample ({len(terms)} of them)"
     everywhere = from_below(term.node for term in reading.terms)
     uses = Counter(child for node in everywhere for child, _ in node.next_functions)
@@ -132,7 +135,7 @@ def obstacle_below(reading: LossTerms, rows: int) -> str:
             carries.add(node)
             if _is_masked(node, kind, edges, rows) or any(child in masked for child, _ in edges):
                 masked.add(node)
-            if node in plain:
+            if node in plain or (only and type(node).__name__ not in only):
                 continue
             if sign := _sign(node, kind, edges, carries, rows) or _sign_of_masked(
                 node, kind, edges, carries, masked, rows

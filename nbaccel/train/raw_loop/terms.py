@@ -8,7 +8,6 @@ graph of another form has an obstacle, in words. Nothing here knows ranks, and n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
@@ -50,10 +49,12 @@ class Term:
         count: The divisor of the reduction itself: the elements of a mean, the total weight of `nll_loss` (a 0-d
             tensor); None for a sum. Counts of parts sum to the count of the whole.
         constant: The product of the divisors of the term between the reduction and the root; negative where it is
-            subtracted; infinite where the term is multiplied by zero. A 0-d tensor where the number is on a device.
+            subtracted. A 0-d tensor where the number is on a device; infinite there where the loss is multiplied by
+            zero.
         is_of_parameters: It is computed from parameters alone, such as a weight decay, without a batch. One row of a
             one-element tensor looks the same, so the reading of the largest batch decides.
         elements: How many numbers a sum adds; 0 for other terms.
+        is_zero: It is multiplied by a zero, which `constant` does not contain.
     """
 
     node: Any
@@ -61,6 +62,7 @@ class Term:
     constant: Tensor | float
     is_of_parameters: bool
     elements: int = 0
+    is_zero: bool = False
 
 
 class Scalar(NamedTuple):
@@ -128,18 +130,27 @@ def _read(root: Any, scaled: Callable[[Any], bool]) -> LossTerms:
             waiting.extend((child, False) for child, _ in below)
 
     constants: dict[Any, Tensor | float] = {root: 1.0}
+    zeros: set[Any] = set()
     is_shared = False
     for node in reversed(order):
         above = constants[node]
         for child, divisor in links[node]:
             passed = above if divisor is None or scaled(node) else _product(above, _number(divisor))
+            is_zero = node in zeros or (type(divisor) is _Factor and _is_zero(divisor.by))
             if child in constants:
                 is_shared = True
-                passed = _parallel(constants[child], passed)
+                if is_zero:
+                    continue
+                passed = passed if child in zeros else _parallel(constants[child], passed)
+                zeros.discard(child)
+            elif is_zero:
+                zeros.add(child)
             constants[child] = passed
 
     found = [node for node in reversed(order) if node in counts]
-    terms = tuple(Term(node, counts[node], constants[node], node in pure, _elements(node)) for node in found)
+    terms = tuple(
+        Term(node, counts[node], constants[node], node in pure, _elements(node), node in zeros) for node in found
+    )
     reached: dict[Any, tuple[int, ...]] = {node: (index,) for index, node in enumerate(found)}
     for node in order:
         if node not in reached:
@@ -299,10 +310,14 @@ def _elements(node: Any) -> int:
 def _number(value: Any) -> Tensor | float:
     if isinstance(value, _Factor):
         by = _number(value.by)
-        return 1 / by if isinstance(by, Tensor) or by else math.inf
+        return 1 / by if isinstance(by, Tensor) or by else 1.0  # see `Term.is_zero`
     if not isinstance(value, Tensor):
         return float(value)
     return float(value) if value.device.type == "cpu" else value.detach().reshape(()).float()
+
+
+def _is_zero(factor: Any) -> bool:
+    return not factor if not isinstance(factor, Tensor) else factor.device.type == "cpu" and not factor
 
 
 def _product(one: Tensor | float, other: Tensor | float) -> Tensor | float:

@@ -2359,6 +2359,23 @@ def mixed_with_samples_that_are_drawn() -> Values:
 
 
 @loop()
+def a_layer_that_is_trained_later() -> Values:
+    """As many numbers as a part of two ranks has samples; the graph has other operations from then on."""
+    model = nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer, printed = sgd(model), []
+    model[0].requires_grad_(False)
+    for epoch in range(3):
+        model[0].requires_grad_(epoch > 0)
+        for x, y in DataLoader(points(48), batch_size=16):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
 def a_rare_mask_with_a_least_count() -> Values:
     """Only one part of each batch has samples of it; the other divides by a 1 that counts none."""
     x, y = labelled(48).tensors

@@ -238,9 +238,31 @@ def _samples_by_their_losses() -> Values:
     return ends(model), []
 
 
+def _with(loss_of: Callable[[torch.Tensor, int], torch.Tensor]) -> Values:
+    model = net()
+    optimizer = sgd(model)
+    for epoch in range(3):
+        for x, y in DataLoader(points(32), batch_size=8):
+            optimizer.zero_grad()
+            loss_of(torch.nn.functional.mse_loss(model(x), y, reduction="none").squeeze(1), epoch).mean().backward()
+            optimizer.step()
+    return ends(model), []
+
+
+def _the_hardest_ones_later() -> Values:
+    """A part has others, as online mining of hard examples once losses are below its threshold."""
+    return _with(lambda losses, epoch: losses.topk(len(losses) // 2).values if epoch else losses)
+
+
+def _weights_of_the_batch_later() -> Values:
+    return _with(lambda losses, epoch: losses * (losses / losses.mean()).detach() if epoch else losses)
+
+
 @pytest.mark.parametrize(
     ("program", "why"),
     [
+        (_the_hardest_ones_later, "step 4: this loss is no sum over samples ("),
+        (_weights_of_the_batch_later, "step 5: this loss is no sum over samples ("),
         (_a_bad_batch_later, "are at different batches, of which one was left out in some of them"),
         (_full_batches_alone, "the loop has passed them over, as one does that leaves out batches with len"),
         (_until_an_incomplete_batch, "the loop has passed them over"),
