@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbaccel.base import tracking as _tracking
-from nbaccel.base.tracking import (
-    BlankTracker,
-    GeneralTracker,
-    LoggerType,
-    find_tracker,
-    on_main_process,
-    tracker_names,
-    without_none,
-)
+from nbaccel.base.missing_names import missing_from
+from nbaccel.base.tracking import BlankTracker, GeneralTracker, LoggerType, on_main_process, without_none
+from nbaccel.train.named_trackers import ACCELERATES_TRACKERS, find_tracker, tracker_names
 
 __all__ = [
     "BlankTracker",
@@ -27,8 +20,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_tracking, name)
+    if name in ACCELERATES_TRACKERS:
+        return find_tracker(ACCELERATES_TRACKERS[name])
+    return missing_from(__name__)(name)
 
 
 def __dir__() -> list[str]:
-    return dir(_tracking)
+    return sorted({*globals(), *ACCELERATES_TRACKERS})

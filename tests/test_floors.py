@@ -18,7 +18,7 @@ FLOORS = {
     **dict.fromkeys(["base", "errors"], 0),  # errors stand where people import them
     **dict.fromkeys(["output", "options"], 1),
     **dict.fromkeys(["display", "namespace"], 2),
-    **dict.fromkeys(["train", "launching", "trackers"], 3),
+    **dict.fromkeys(["train", "launching"], 3),
     **dict.fromkeys(["notebook", "testing"], 4),
     "features": 5,
     # the top, whose files see each other too; "" is nbaccel/__init__.py
@@ -53,7 +53,7 @@ READS_ENVIRONMENT = {
     "train/step/environment.py": "functions by which programs read theirs",
     "features/export/exported_cell.py": "puts the variables of ranks aside while the cells above run",
     "features/scripts/accelerate_config.py": "where Accelerate keeps its configuration file",
-    "trackers/clearml.py": "the variables by which ClearML's user names a project and a task",
+    "features/trackers/clearml.py": "the variables by which ClearML's user names a project and a task",
 }
 
 PRINTS = {

@@ -64,7 +64,7 @@ def test_a_first_step_alone_loads_what_it_needs() -> None:
     assert "nbaccel.train.accelerator" in loaded
     # `resource` is of the standard library; loaded when memory has run out, it might not load any more.
     assert {name.partition(".")[0] for name in loaded} == {"nbaccel", "resource"}
-    elsewhere = ("cli", "display", "launch", "notebook", "output", "trackers", "testing", "features.")
+    elsewhere = ("cli", "display", "launch", "notebook", "output", "testing", "features.")
     assert not [name for name in loaded if name.startswith(tuple(f"nbaccel.{room}" for room in elsewhere))]
     later = ("strategies.replicated", "checkpoint.saving", "checkpoint.loading", "checkpoint.content", "tracker_hub")
     assert not {f"nbaccel.train.{each}" for each in later} & {*loaded}

@@ -1,8 +1,7 @@
-"""Tracking: the destination of a run's numbers. The interface between `train`, which passes them, and `trackers`.
+"""Tracking: the destination of a run's numbers. The interface between `train`, which passes them, and trackers.
 
-A tracker is an object on `GeneralTracker`: one of `nbaccel.trackers`, of another package, or the user's own. Those with
-a name are entry points of the group `nbaccel_trackers`, so the packages do not name each other and a package adds a
-tracker by declaring it. It knows neither torch nor a process group, and opens nothing.
+A tracker is an object on `GeneralTracker`: one of the project's (`features/trackers`), of another package, or the
+user's own. It knows neither torch nor a process group, and opens nothing. Used anywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
@@ -22,41 +20,9 @@ __all__ = [
     "BlankTracker",
     "GeneralTracker",
     "LoggerType",
-    "find_tracker",
     "on_main_process",
-    "tracker_names",
     "without_none",
 ]
-
-_GROUP = "nbaccel_trackers"
-
-_ACCELERATES = {
-    "AimTracker": "aim",
-    "ClearMLTracker": "clearml",
-    "CometMLTracker": "comet_ml",
-    "DVCLiveTracker": "dvclive",
-    "MLflowTracker": "mlflow",
-    "SwanLabTracker": "swanlab",
-    "TensorBoardTracker": "tensorboard",
-    "TrackioTracker": "trackio",
-    "WandBTracker": "wandb",
-}
-"""Accelerate's class names of trackers that exist here too, with nbaccel's names."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ACCELERATES:
-        return find_tracker(_ACCELERATES[name])
-    if name.startswith("__"):  # an import asks for __path__
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nbaccel.base.missing_names import missing_from
-
-    return missing_from("nbaccel.tracking")(name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_ACCELERATES})
-
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -201,46 +167,6 @@ class BlankTracker(GeneralTracker):
         return "BlankTracker()"
 
 
-def tracker_names() -> list[str]:
-    """Return the names that `find_tracker` knows, of every installed package.
-
-    Example:
-        >>> "csv" in tracker_names()
-        True
-    """
-    return sorted(_registered())
-
-
-def find_tracker(name: str) -> type[GeneralTracker]:
-    """Return the class of the tracker called `name`.
-
-    It is made with ``(project_name, logging_dir, **init_kwargs)``.
-
-    Args:
-        name: One of `tracker_names()`.
-
-    Raises:
-        ValueError: No tracker of that name is registered.
-
-    Example:
-        >>> find_tracker("csv").__name__
-        'Csv'
-    """
-    registered = _registered()
-    if name not in registered and name in {*LoggerType}:
-        raise ValueError(
-            f"log_with={name!r}: nbaccel has such a tracker, and its installation does not know it: that is older than "
-            "its code, or it was never installed:\n    pip install -e ."
-        )
-    if name not in registered:
-        raise ValueError(
-            f"log_with must be one of {', '.join(map(repr, [LoggerType.ALL.value, *sorted(registered)]))}, or an "
-            f"object on nbaccel.tracking.GeneralTracker; got {name!r}."
-        )
-    kind: type[GeneralTracker] = registered[name].load()
-    return kind
-
-
 def on_main_process(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
     """Return a method as one that runs on rank 0 and returns None elsewhere; a decorator for the program's own
     trackers.
@@ -275,7 +201,3 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
         {'loss': 0.5}
     """
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _registered() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=_GROUP)}

@@ -69,6 +69,18 @@ _TABLE = {  # "module:object", below this package
     "doctor: nodes": "cluster.node_environment:ways_to_nodes",
     # tasks of ranks
     "a cell that saves itself": "cell_checkpoints.saving_task:SavingCellTask",
+    # trackers
+    "log_with=aim": "trackers.aim:Aim",
+    "log_with=clearml": "trackers.clearml:ClearML",
+    "log_with=comet_ml": "trackers.comet_ml:Comet",
+    "log_with=csv": "trackers.text:Csv",
+    "log_with=dvclive": "trackers.dvclive:DVCLive",
+    "log_with=jsonl": "trackers.text:JsonLines",
+    "log_with=mlflow": "trackers.mlflow:MLflow",
+    "log_with=swanlab": "trackers.wandb:SwanLab",
+    "log_with=tensorboard": "trackers.tensorboard:TensorBoard",
+    "log_with=trackio": "trackers.wandb:Trackio",
+    "log_with=wandb": "trackers.wandb:WeightsAndBiases",
     # setups of ranks
     "loops of a launched function": "loop_flags.rank_setup:change_loops",
     # changes of loops that prepare nothing

@@ -99,10 +99,14 @@ for module, name in {names}:
     except FeatureMissing as error:
         print(error)
 assert nbaccel.utils.set_seed and nbaccel.utils.AutocastKwargs
-try:
-    nbaccel.Accelerator(cpu=True).find_batch_size(lambda batch: batch, torch.ones(1))
-except FeatureMissing as error:
-    print("in a program:", error)
+for ask in (
+    lambda: nbaccel.Accelerator(cpu=True).find_batch_size(lambda batch: batch, torch.ones(1)),
+    lambda: nbaccel.Accelerator(cpu=True, log_with="csv"),
+):
+    try:
+        ask()
+    except FeatureMissing as error:
+        print("in a program:", error)
 """
 
 
@@ -205,12 +209,13 @@ def test_whoever_asks_for_a_missing_feature_is_told_which_it_is(without: Path) -
     asked = "belongs to nbaccel.features.check, which this installation of nbaccel lacks: install nbaccel as a whole"
     assert any(line.startswith(f"--check {asked}") for line in lines)
     *table, _ = lines[: lines.index("names:") + 1]
-    *names, in_a_program = lines[len(table) + 1 :]
+    *names, in_a_program, of_a_tracker = lines[len(table) + 1 :]
     assert len(table) == len(features._TABLE)
     assert [line.partition(" belongs to nbaccel.features.")[0].rpartition(".")[2] for line in names] == [
         "answers" if module == "nbaccel.answers" else name for module, name in SHOWN
     ]
     assert in_a_program.startswith("in a program: Accelerator.find_batch_size belongs to nbaccel.features.batch_size, ")
+    assert of_a_tracker.startswith("in a program: log_with=csv belongs to nbaccel.features.trackers, ")
 
 
 @pytest.mark.slow

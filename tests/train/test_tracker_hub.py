@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, Metric, emit, outlet
 from nbaccel.testing import run_ranks
-from nbaccel.tracking import GeneralTracker, on_main_process
+from nbaccel.tracking import BlankTracker, GeneralTracker, find_tracker, on_main_process, tracker_names
 from nbaccel.train.step.readings import Reading
 
 
@@ -261,11 +262,17 @@ def test_a_name_that_stands_twice_is_one_tracker(tmp_path: Path) -> None:
     assert accelerator.log_with == ["csv"]
 
 
-@pytest.mark.parametrize("name", ["csv", "swanlab"])
-def test_stale_metadata_is_said_and_not_taken_for_a_wrong_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("nbaccel.base.tracking.entry_points", lambda group: [])
-    with pytest.raises(ValueError, match=r"(?s)its installation does not know it.*pip install -e \."):
-        Accelerator(log_with=name)
+def test_our_trackers_are_known_without_metadata_and_those_of_other_packages_by_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = [
+        EntryPoint("csv", "no_such_module:Csv", "x"),
+        EntryPoint("theirs", "nbaccel.base.tracking:BlankTracker", "x"),
+    ]
+    monkeypatch.setattr("nbaccel.train.named_trackers.entry_points", lambda group: entries)
+    assert find_tracker("csv").__module__.startswith("nbaccel.")
+    assert find_tracker("theirs") is BlankTracker
+    assert {"csv", "theirs", "wandb"} <= set(tracker_names())
 
 
 def test_init_kwargs_reach_the_tracker_they_name(tmp_path: Path) -> None:

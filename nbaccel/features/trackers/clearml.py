@@ -8,7 +8,7 @@ from numbers import Number
 from typing import Any
 
 from nbaccel.base.tracking import GeneralTracker
-from nbaccel.trackers.leftout import LeftOut
+from nbaccel.features.trackers.leftout import LeftOut
 
 __all__ = ["ClearML"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbaccel.base.tracking import GeneralTracker
-from nbaccel.trackers.leftout import LeftOut
+from nbaccel.features.trackers.leftout import LeftOut
 
 __all__ = ["DVCLive"]
 

@@ -1,0 +1,5 @@
+"""Trackers: listeners on rank 0 that store a run's numbers in files or send them to a service.
+
+It hooks in by the names that programs hand to `log_with`; trackers of other packages are entry points of the group
+`nbaccel_trackers`. Runs in ranks. Imports `base` and, when it is opened, the library that it writes to.
+"""
