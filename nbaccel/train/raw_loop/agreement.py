@@ -293,6 +293,11 @@ class ShapeOfLoss:
         return digest(" ".join([*(type(term.node).__name__ for term in terms), self._lines]))
 
 
+def _elements(count: float) -> float:
+    """Return how many numbers a term is over, by the header's count."""
+    return count if count >= 0 else -1.0 - count
+
+
 @functools.lru_cache(maxsize=_MOST)
 def _names_of(kinds: frozenset[type]) -> frozenset[str]:
     return frozenset(kind.__name__ for kind in kinds)
@@ -426,6 +431,23 @@ class LossHistory:
         if not handed.sizes or (backwards >= _LENGTHS and backwards & (backwards - 1)):
             return 0
         return digest(repr(lengths_below((term.node for term in terms), handed.sizes)))
+
+    def has_others(self, header: Header, givers: Sequence[int]) -> bool:
+        """Return whether a term is over equally many further numbers in each part, as of samples from a memory.
+
+        Each rank would count these. Parts of different sizes show it beside the whole batch.
+        """
+        rows, whole, *_ = self._of_whole.get(header.says[givers[0]].shape, (0, [], [], []))
+        parts = [header.says[rank].rows for rank in givers]
+        if not rows or rows in parts or len({*parts}) < _FEWEST_ROWS:
+            return False
+        for at, count in enumerate(whole):
+            numbers, of_whole = [_elements(header.counts[rank][at]) for rank in givers], _elements(count)
+            rates = {(of_whole - number) / (rows - part) for number, part in zip(numbers, parts, strict=True)}
+            rate = rates.pop()
+            if not rates and rate >= 1 and rate == int(rate) and of_whole > rate * rows:
+                return True
+        return False
 
     def without_batch(
         self,

@@ -2358,6 +2358,30 @@ def mixed_with_samples_that_are_drawn() -> Values:
     return ends(model), printed
 
 
+def with_a_memory(reduction: str, width: int = 1) -> Values:
+    """Each batch is joined with as many samples that the program has kept, as in continual learning."""
+    model, kept = net(width), points(16, seed=7).tensors
+    optimizer, printed = sgd(model, 0.01), []
+    for x, y in DataLoader(points(48), batch_size=8):
+        optimizer.zero_grad()
+        out = model(torch.cat([x, kept[0][:8]]))
+        loss = F.mse_loss(out, torch.cat([y, kept[1][:8]]).expand_as(out), reduction=reduction)
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop(may_refuse=True)
+def a_mean_with_a_memory() -> Values:
+    return with_a_memory("mean")
+
+
+@loop(may_refuse=True)
+def a_sum_with_a_memory() -> Values:
+    return with_a_memory("sum", 2)
+
+
 @loop()
 def a_layer_that_is_trained_later() -> Values:
     """As many numbers as a part of two ranks has samples; the graph has other operations from then on."""
