@@ -367,11 +367,11 @@ class Averaging:
         self._share_noise(header)
         self._compare_outside(header)
         self._compare_work(header, givers)
-        if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
-            self._notices.note_lengths()
         is_part = any(header.says[rank].part for rank in givers)
         if is_part and header.all_equal("terms", givers) and self._losses.has_others(header, givers):
             raise self._cannot_measure("samples that are not of the batch are joined with it, the same in each part")
+        if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
+            self._notices.note_lengths()
         pure = self._losses.without_batch(header.says[self._world.rank].shape, terms, header.counts, givers, handed)
         try:
             weights = factors(header, givers, pure, self._losses.references)
