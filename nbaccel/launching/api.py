@@ -23,7 +23,7 @@ from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused, ResultsMissing, RunStopped
 from nbaccel.features import feature
-from nbaccel.launching.diagnosis import PostMortem, failed_alike
+from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.earlier_models import refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
@@ -257,7 +257,7 @@ def _conclude(run: Run, ended: RankResults, launcher: Launcher, shown: RunView, 
         post_mortem = PostMortem.of(title, word, run.error, ended)
     if run.stopped:
         shown.write("stdout", f"{run.stopped}\n")
-    shown.end(word, run.seconds, run.error, None if failed_alike(ended) else ended.first_failed)
+    shown.end(word, run.seconds, run.error, None if ended.failed_alike else ended.first_failed)
     keep_run(run, post_mortem, shown, launcher)
 
 

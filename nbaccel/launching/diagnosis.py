@@ -9,27 +9,64 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nbaccel.base.failures import Failure
+from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import number_spans
 from nbaccel.errors import RankDied, RanksFailed
+from nbaccel.launching.attempts import KillsElsewhere, LaunchAttempt, OomKillWatch
 from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd
 from nbaccel.launching.ipc.reports import ErrorLink, Naming, RankFailure, RankReport, StackSnapshot, signal_name
 from nbaccel.launching.ipc.spec import Task
-from nbaccel.launching.oom_restart import KillsElsewhere, OomKillWatch
+from nbaccel.launching.ipc.user_code import cell_name as name_of_cell
+from nbaccel.launching.kernel_models import KernelHolding
+from nbaccel.launching.oom_restart import GiveUp, OomRestartPolicy, PartsRestartPolicy, Restart, wait_for_memory
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.namespace.payload import unpack_what_can_be_rebuilt
 
 __all__ = [
+    "FailedRun",
     "PostMortem",
     "advice",
     "diagnose",
-    "failed_alike",
     "list_of_ranks",
 ]
+
+
+class FailedRun:
+    """Answer to the failure of a run: another attempt, or its error. Made at its first failure, which loads this.
+
+    Args:
+        holdings: Returns the memory that the notebook itself holds on devices.
+    """
+
+    def __init__(self, holdings: Callable[[], Sequence[KernelHolding]]) -> None:
+        self._smaller, self._whole = OomRestartPolicy(holdings), PartsRestartPolicy()
+        self._report = ""
+
+    def again(self, attempt: LaunchAttempt) -> Restart | None:
+        """Return how the run starts again after `attempt`; None if it is over.
+
+        The results of an attempt whose error will not be shown are released, and the memory of its ranks waited for.
+        """
+        decision = self._smaller.after(attempt)
+        if isinstance(decision, GiveUp) and not decision.report:
+            decision = self._whole.after(attempt) or decision
+        if isinstance(decision, GiveUp):
+            self._report = decision.report
+            return None
+        if attempt is not self._whole.failed:
+            attempt.ended.close()
+            wait_for_memory(attempt.spec.devices.gpus, attempt.ended, lambda: Survey.take().gpus)
+        return decision
+
+    def end(self, last: LaunchAttempt) -> tuple[LaunchAttempt, BaseException | None]:
+        """Return the attempt that tells how the run ended, and its error; None if the last one ended well."""
+        told, hint = self._whole.the_one_to_tell(last)
+        is_clean = told.spec.start.method != "fork"
+        return told, diagnose(told.ended, is_clean, told.host, name_of_cell, hint or self._report)
 
 
 def diagnose(
@@ -85,7 +122,7 @@ def diagnose(
     error = _travelled(report, task)
     hint = (_missing_name(report, task) if started_clean else "") or memory_report
     hint = hint or advice(report.links, host, is_fork=not started_clean)
-    alike = failed_alike(ended)
+    alike = ended.failed_alike
     failure = RankFailure(rank, world_size, report.links, error, peers, alike, ended.node_of(rank))
     return failure.exception(cell_name, hint)
 
@@ -137,23 +174,11 @@ def _death(exit_code: int, host: OomKillWatch | KillsElsewhere) -> str:
     return f"{text}: {host.explain_kill()}"
 
 
-def failed_alike(ended: RankResults) -> bool:
-    """Return whether all of several ranks failed with the same error, so that none of them is the one to name."""
-    cause = ended.first_failed
-    return cause is not None and 1 < len(ended.reports) == 1 + len(_alike(ended, cause))
-
-
-def _alike(ended: RankResults, cause: int) -> list[int]:
-    """Return the other ranks that failed with the same error as `cause`."""
-    headline = _headline(ended.reports[cause])
-    return [rank for rank in _others(ended, cause) if headline and _headline(ended.reports[rank]) == headline]
-
-
 def _peers(ended: RankResults, cause: int) -> str:
     """Return one clause on the other ranks: which failed too, which had to be stopped; empty if all failed alike."""
-    if failed_alike(ended):
+    if ended.failed_alike:
         return ""
-    same = _alike(ended, cause)
+    same = ended.alike(cause)
     gone = {rank for rank, why in enumerate(ended.lost) if why}
     stopped = [
         rank for rank in _others(ended, cause) if rank not in {*same, *gone} and not _is_done(ended.reports[rank])
@@ -168,10 +193,6 @@ def _peers(ended: RankResults, cause: int) -> str:
 
 def _others(ended: RankResults, cause: int) -> Sequence[int]:
     return [rank for rank in range(len(ended.reports)) if rank != cause]
-
-
-def _headline(report: RankReport | None) -> Any:
-    return None if report is None or not report.links else report.links[-1].headline
 
 
 def _is_done(report: RankReport | None) -> bool:
@@ -415,7 +436,7 @@ class PostMortem:
             ended.ended_by,
             tuple(map(_fate, ended.reports, ended.exit_codes, ended.killed_by_us)),
             {rank: report.snapshot for rank, report in enumerate(ended.reports) if report is not None},
-            failed_alike(ended),
+            ended.failed_alike,
         )
 
     @classmethod

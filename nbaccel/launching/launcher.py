@@ -29,30 +29,19 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from nbaccel.base.events import Restarted
 from nbaccel.base.forkable import why_forks_fail
-from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.task_end import finish_task
 from nbaccel.base.world import World
 from nbaccel.display.views import Views
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.features import feature
-from nbaccel.launching.diagnosis import PostMortem, diagnose
+from nbaccel.launching.attempts import KillsElsewhere, LaunchAttempt, OomKillWatch, RunRecorder
 from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.ipc import reaper
 from nbaccel.launching.ipc.spec import LaunchSpec, Start, load_named
 from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.kernel_models import held_here
 from nbaccel.launching.libraries import what_meets_loaded_libraries
-from nbaccel.launching.oom_restart import (
-    GiveUp,
-    KillsElsewhere,
-    LaunchAttempt,
-    OomKillWatch,
-    OomRestartPolicy,
-    PartsRestartPolicy,
-    RunRecorder,
-    wait_for_memory,
-)
 from nbaccel.launching.processes.attached_debugger import undebugged, untrace
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, driven
@@ -66,6 +55,7 @@ from nbaccel.output.router import Screen
 
 if TYPE_CHECKING:
     from nbaccel.features.persistent.persistent_workers import PersistentWorkers
+    from nbaccel.launching.diagnosis import FailedRun, PostMortem
     from nbaccel.launching.processes.zygote import Zygote
 
 __all__ = [
@@ -181,7 +171,9 @@ class Launcher:
             log_path: The file that gets all output; empty for one that lasts as long as this process.
         """
         load_once(spec.named_objects, spec.settings, spec.world_size)
-        restarting, whole = OomRestartPolicy(lambda: held_here(spec.task.namespace)), PartsRestartPolicy()
+        failed: FailedRun | None = None
+        namespace = spec.task.namespace
+        error: BaseException | None = None
         restarts: list[str] = []
         log_path = log_path or self.resources.new_log()
         with open_log(log_path) as log:
@@ -193,25 +185,22 @@ class Launcher:
                 except BadFork as found:
                     spec = replace(spec, start=_instead_of_fork(spec.start, str(found)))
                     ended = yield from self._attempt(spec, watching, log, recorder)
-                attempt = LaunchAttempt(spec, ended, recorder, host)
-                decision = restarting.after(attempt)
-                if isinstance(decision, GiveUp) and not decision.report:
-                    decision = whole.after(attempt) or decision
-                if isinstance(decision, GiveUp):
+                told = LaunchAttempt(spec, ended, recorder, host)
+                if failed is None:
+                    if ended.first_failed is None:
+                        break  # and what follows a failure is not loaded
+                    from nbaccel.launching.diagnosis import FailedRun
+
+                    failed = FailedRun(lambda: held_here(namespace))
+                if (again := failed.again(told)) is None:
+                    told, error = failed.end(told)
                     break
-                if attempt is not whole.failed:  # whose error may be shown
-                    ended.close()
-                    wait_for_memory(spec.devices.gpus, ended, lambda: Survey.take().gpus)
-                spec = decision.spec
-                restarts.append(decision.line)
-                watching.say(decision.line)
+                spec = again.spec
+                restarts.append(again.line)
+                watching.say(again.line)
                 for listener in watching.listeners:
-                    listener.feed(0, time.monotonic(), Restarted(decision.line))
-        told, hint = whole.the_one_to_tell(attempt)
-        ended, recorder, spec = told.ended, told.recorder, told.spec
-        report = hint or decision.report
-        error = diagnose(ended, spec.start.method != "fork", told.host, cell_name, report)
-        return record_of(ended, spec.start, error, log_path, recorder.checkpoint, restarts), ended
+                    listener.feed(0, time.monotonic(), Restarted(again.line))
+        return record_of(told.ended, told.spec.start, error, log_path, told.recorder.checkpoint, restarts), told.ended
 
     def _attempt(
         self, spec: LaunchSpec, watching: RunObservers, log: BinaryIO, recorder: RunRecorder
@@ -252,11 +241,13 @@ class Launcher:
                 open_log(self.resources.new_log()) as log,
                 closing(watching.watch(worker_group, spec.task, spec.end, log)) as ended,
             ):
-                error = diagnose(ended, spec.start.method != "fork", host, cell_name)
                 if ended.is_interrupted:
                     raise ended.raised or KeyboardInterrupt
-                if error is not None:
-                    raise error
+                if ended.first_failed is not None:
+                    from nbaccel.launching.diagnosis import diagnose
+
+                    if (error := diagnose(ended, spec.start.method != "fork", host, cell_name)) is not None:
+                        raise error
                 staying: PersistentWorkers = staying_workers(
                     spec, worker_group, home, ended, turn=self.turn, new_log=self.resources.new_log
                 )

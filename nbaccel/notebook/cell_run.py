@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nbaccel.base.events import Listener
 from nbaccel.base.notices import briefly
 from nbaccel.base.quantities import duration
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import NotPrepared, ResultsMissing
-from nbaccel.launching.diagnosis import PostMortem, failed_alike
 from nbaccel.launching.ipc.kernel_state import are_here, set_random_states
 from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.plan import LaunchPlan
@@ -34,6 +33,9 @@ from nbaccel.launching.tasks.cell_task import RANDOM, RESULT, CellTask
 from nbaccel.namespace.install import install
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
+
+if TYPE_CHECKING:
+    from nbaccel.launching.diagnosis import PostMortem
 
 __all__ = [
     "CellRun",
@@ -146,7 +148,14 @@ class CellRun:
         run.error, self.end = how_a_cell_ended(run, self._ended, self.plan)
         self.error = run.error
         self._kept = run.light()
-        self._remember(self._kept, PostMortem.of(self.source.name, self.end, self.error, self._ended))
+        self._remember(self._kept, self._post_mortem())
+
+    def _post_mortem(self) -> PostMortem | None:
+        if self.error is None:
+            return None
+        from nbaccel.launching.diagnosis import PostMortem
+
+        return PostMortem.of(self.source.name, self.end, self.error, self.ended)
 
     def _say(self, line: str) -> None:
         """Write a line about the run: in a notebook, what is red is an error."""
@@ -169,7 +178,7 @@ class CellRun:
         return ["what it left"] if self.task.leaves_all and self.has_left_something else self.task.out
 
     def show_end(self) -> None:
-        rank = None if failed_alike(self.ended) else self.ended.first_failed
+        rank = None if self.ended.failed_alike else self.ended.first_failed
         self.shown.end(self.end, self.kept.seconds, self.error, rank)
         self.kept.state = self.shown.state
 

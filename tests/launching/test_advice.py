@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nbaccel.launching.attempts import OomKillWatch
 from nbaccel.launching.diagnosis import advice
 from nbaccel.launching.ipc.reports import ErrorLink
-from nbaccel.launching.oom_restart import OomKillWatch
 
 OTHER_CARD = [
     "RuntimeError: Expected all tensors to be on the same device, but got mat1 is on cuda:0, different from other "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from nbaccel.launching.attempts import OomKillWatch
 from nbaccel.launching.diagnosis import advice, diagnose
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
 from nbaccel.launching.ipc.spec import FunctionTask
-from nbaccel.launching.oom_restart import OomKillWatch
 from nbaccel.launching.processes.rank_results import RankResults
 
 BAD_FORK = "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must …"

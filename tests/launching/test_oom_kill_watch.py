@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.base.hardware import out_of_memory_kills
-from nbaccel.launching.oom_restart import OomKillWatch
+from nbaccel.launching.attempts import OomKillWatch
 
 GROUPS = {
     "version 2": ("0::/notebook\n", "sys/fs/cgroup/notebook/memory.events"),

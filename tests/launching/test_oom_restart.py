@@ -14,19 +14,12 @@ from nbaccel.base.memory_request import WHAT_HELPS, MemoryRequest
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import RankDied
 from nbaccel.launching import oom_restart as restarting
+from nbaccel.launching.attempts import LaunchAttempt, OomKillWatch, RunRecorder
 from nbaccel.launching.diagnosis import diagnose
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, ProgramLimit, Start
 from nbaccel.launching.kernel_models import KernelHolding
-from nbaccel.launching.oom_restart import (
-    GiveUp,
-    LaunchAttempt,
-    OomKillWatch,
-    OomRestartPolicy,
-    Restart,
-    RunRecorder,
-    wait_for_memory,
-)
+from nbaccel.launching.oom_restart import GiveUp, OomRestartPolicy, Restart, wait_for_memory
 from nbaccel.launching.processes.rank_results import RankResults
 
 GB = 1_000_000_000

@@ -102,7 +102,7 @@ def test_c26_a_rank_that_dies_of_memory_ends_with_the_parameters_of_a_run_that_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # With a count of such kills that did not rise, a second one would end the run.
-    monkeypatch.setattr("nbaccel.launching.oom_restart.out_of_memory_kills", lambda root: None)
+    monkeypatch.setattr("nbaccel.launching.attempts.out_of_memory_kills", lambda root: None)
     run = shrunk(replace(SMALL, ends=ends), ranks, start_method=start_method)
     assert_trained(run, fitting[ranks])
     assert len(run.restarts) == 2
@@ -123,7 +123,7 @@ def test_functions_are_not_started_again_unless_they_ask_for_it(monkeypatch: pyt
     )
     assert "not started again" in str(caught.value.__cause__)  # plain Python shows it, too
     waits: list[object] = []
-    monkeypatch.setattr("nbaccel.launching.launcher.wait_for_memory", lambda gpus, ended, look: waits.append(gpus))
+    monkeypatch.setattr("nbaccel.launching.diagnosis.wait_for_memory", lambda gpus, ended, look: waits.append(gpus))
     assert notebook_launcher(SMALL, num_processes=2, oom="shrink") is not None
     assert waits  # before each restart
     assert set(waits) == {()}  # no GPU

@@ -13,10 +13,10 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from nbaccel.launching.api import launch
+from nbaccel.launching.attempts import OomKillWatch
 from nbaccel.launching.diagnosis import advice
 from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd
 from nbaccel.launching.ipc.reports import ErrorLink
-from nbaccel.launching.oom_restart import OomKillWatch
 
 
 def said(end: WorkerEnd, host: OomKillWatch) -> str:

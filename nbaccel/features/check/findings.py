@@ -14,7 +14,6 @@ from nbaccel.features.check.dry_run.rank_records import NOT_RUN
 from nbaccel.features.check.forecasts.forecast import loops_open_at_end
 from nbaccel.features.check.forecasts.loop_tree import is_cut
 from nbaccel.features.check.forecasts.trainer_counts import SAVE
-from nbaccel.launching.diagnosis import failed_alike
 from nbaccel.launching.ipc.reports import ErrorLink
 from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.processes.rank_results import RankResults
@@ -345,7 +344,7 @@ def error_of(run: Run, ended: RankResults) -> FoundError | None:
     rank = ended.first_failed
     if ended.hang is not None or rank is None:
         return _as_text(error)
-    where = f"all {len(ended.reports)} ranks" if failed_alike(ended) else f"rank {rank}"
+    where = f"all {len(ended.reports)} ranks" if ended.failed_alike else f"rank {rank}"
     report = ended.reports[rank]
     if report is None or not report.links:
         return replace(_as_text(error), rank=rank)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
+from nbaccel.launching.attempts import LaunchAttempt, OomKillWatch, RunRecorder
 from nbaccel.launching.diagnosis import diagnose
 from nbaccel.launching.ipc.reports import signal_name
 from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
 from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.kernel_models import held_here
-from nbaccel.launching.oom_restart import LaunchAttempt, OomKillWatch, OomRestartPolicy, RunRecorder
+from nbaccel.launching.oom_restart import OomRestartPolicy
 from nbaccel.launching.processes.handle import WorkerHandle
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.shutdown import endable

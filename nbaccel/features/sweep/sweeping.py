@@ -27,7 +27,7 @@ from nbaccel.features.sweep.shared_files import SharedFiles
 from nbaccel.features.sweep.slots import SweepSlot
 from nbaccel.features.sweep.sweep_runs import SweepRuns, counted
 from nbaccel.features.sweep.sweep_table import SweepRow, SweepTable, SweepView, view_of
-from nbaccel.launching.diagnosis import PostMortem, failed_alike
+from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import LaunchSpec, Task
 from nbaccel.launching.launcher import Launcher
@@ -379,7 +379,7 @@ class _QueuedRun:
         with closing(ended):
             run.error, word = self._sweeping.work.end(run, ended)
             run.values, self.left = self._sweeping.work.results(ended)
-            is_alone = failed_alike(ended) or len(ended.reports) == 1
+            is_alone = ended.failed_alike or len(ended.reports) == 1
             rank = None if is_alone else ended.first_failed
             self.post_mortem = PostMortem.of(self.row.title, word, run.error, ended)
         shown.end(word, run.seconds, run.error, rank)

@@ -98,6 +98,18 @@ class RankResults:
         """Return the rank whose failure ended the run; None if none failed, or the run was ended otherwise."""
         return None if self.is_interrupted or self.is_timed_out else self.first_failed
 
+    @property
+    def failed_alike(self) -> bool:
+        """Return whether all of several ranks failed with the same error, so that none of them is the one to name."""
+        cause = self.first_failed
+        return cause is not None and 1 < len(self.reports) == 1 + len(self.alike(cause))
+
+    def alike(self, cause: int) -> list[int]:
+        """Return the other ranks that failed with the same error as the rank `cause`."""
+        links = [None if report is None else report.links for report in self.reports]
+        headlines = [each[-1].headline if each else None for each in links]
+        return [rank for rank, line in enumerate(headlines) if rank != cause and line and line == headlines[cause]]
+
     def node_of(self, rank: int) -> str:
         """Return the machine that a rank ran on; empty if all ran on this one."""
         return self.nodes[rank] if self.nodes else ""
