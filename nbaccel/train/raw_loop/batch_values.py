@@ -37,10 +37,11 @@ from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValues, Se
 
 __all__ = ["BatchWatch"]
 
-BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED, MADE = 1, 2, 4, 8, 16, 32, 64
+BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED, MADE, SOME = 1, 2, 4, 8, 16, 32, 64, 128
 """Marks of a tensor: it depends on the batch; on single samples only; it was reduced over samples; it is a sum of
 samples that has no graph, such as a count; it depends on the number of a `MIXED` one; on samples picked by place; on
-what was made outside of torch, after numbers of several samples had left it."""
+what was made outside of torch, after numbers of several samples had left it; its first dimension are some samples,
+which a mask has picked."""
 
 _REDUCING = names(
     "sum nansum mean prod amax amin max min aminmax median nanmedian mode kthvalue std var std_mean var_mean norm "
@@ -397,7 +398,7 @@ class _Trace(TorchDispatchMode):
         for _, its, _ in marked:
             together |= its
         of_one = [its & ONE or self._is_one(tensor) for tensor, its, _ in marked]
-        bits = together & (BATCH | MIXED)
+        bits = together & (BATCH | MIXED) | self._has_some(name, args, marked, results)
         if marked and all(of_one) and not (name in _JOINING and len(marked) > 1):
             return bits | ONE
         is_mixed = bool(marked) and self._mixes(func, name, args, kwargs, [each[0] for each in marked], results)
@@ -420,6 +421,8 @@ class _Trace(TorchDispatchMode):
             if len(args) > 1 and isinstance(args[1], Tensor):
                 return name == "bincount"  # otherwise `maximum`, elementwise
             dims = _dims_of(func, args, kwargs)
+            if dims and self._read(tensor)[0] & SOME and 0 in {dim % max(1, tensor.ndim) for dim in dims}:
+                return tensor.numel() > 1
             return self._covers(tensor, None if name in ("bincount", "histc", "median") and dims is None else dims)
         if name in _ALONG:
             dims = _dims_of(func, args, kwargs)
@@ -434,6 +437,18 @@ class _Trace(TorchDispatchMode):
             is_along = source is not None and source.shape[0] in self._rows and args[1] == 0
             return is_along and results[0].shape[0] not in self._rows
         return False
+
+    def _has_some(
+        self, name: str, args: Any, marked: Sequence[tuple[Tensor, int, str]], results: Sequence[Tensor]
+    ) -> int:
+        """Return `SOME` if a result has samples that a mask has picked, along its first dimension."""
+        if not (marked and results[0].ndim):
+            return 0
+        (tensor, *_), length = marked[0], results[0].shape[0]
+        if name in ("index", "masked_select") and args[0] is tensor and length not in self._rows:
+            mask = args[1] if name == "masked_select" else args[1][0]
+            return SOME if self._axis(tensor.shape) == 0 and mask is not None and mask.dtype == torch.bool else 0
+        return SOME if any(its & SOME and each.ndim and each.shape[0] == length for each, its, _ in marked) else 0
 
     def _picks(
         self, name: str, args: Any, marked: Sequence[tuple[Tensor, int, str]], results: Sequence[Tensor]
@@ -596,7 +611,7 @@ class _Trace(TorchDispatchMode):
     def _mark(self, tensor: Tensor, bits: int, line: str, order: Hashable = ()) -> None:
         old, known = self._read(tensor)
         storage = tensor.untyped_storage()
-        extent, samples = tensor.numel(), self._samples_of(tensor) if bits & ~COUNT == BATCH else None
+        extent, samples = tensor.numel(), self._samples_of(tensor) if bits & ~(COUNT | SOME) == BATCH else None
         if old:
             extent, samples = max(extent, self._marks[storage._cdata].extent), self._marks[storage._cdata].samples
         self._marks[storage._cdata] = _Mark(SeenMemory(storage), bits | old, known or line, extent, samples, order)

@@ -88,10 +88,17 @@ def masked_mean_over_a_mean(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     return (one_by_one(model, x, t) * mask).mean() / mask.mean()
 
 
+def means_of_a_mask_by_their_values(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    """Prototypes of classes, to which the samples are compared."""
+    out, high = model(x), t > t.min()
+    near = (out[high].mean(0) + model(x)[high].abs().sum(0, keepdim=True)).detach()
+    return (out - near).square().mean()
+
+
 OF_THE_WHOLE = [
     divided_by_their_sum, softmax_over_samples, harder_than_the_mean, hardest_of_them, standardised,
     standardised_in_place, whitened, class_counts, weight_that_was_a_number, divisor_that_was_a_number,
-    balanced_by_values, masked_mean_over_a_mean,
+    balanced_by_values, masked_mean_over_a_mean, means_of_a_mask_by_their_values,
 ]  # fmt: skip
 
 
@@ -256,7 +263,9 @@ def chunks_that_are_joined(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
 
 def picked_by_their_values(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     high = (t > 0.1).nonzero().squeeze(1)
-    return one_by_one(model, x[high], t[high]).mean()
+    features = x[t > 0.1]
+    features = features - features.mean(1, keepdim=True) + features.max(1).values[:, None]
+    return one_by_one(model, x[high], t[high]).mean() + one_by_one(model, features, t[t > 0.1]).mean()
 
 
 def in_another_order(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
