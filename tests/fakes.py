@@ -1,4 +1,4 @@
-"""Stand-ins for what this machine does not have: NVML, cards, and the file system of a container."""
+"""Stand-ins for what this machine does not have: NVML, and the file system of a container."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nbaccel.base.hardware import Gpu, Survey
-from nbaccel.launching.kernel_models import CudaMemory
 
 Answer = TypeVar("Answer")
 GB = 10**9
@@ -136,41 +135,3 @@ def write_files(root: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
-
-
-class FakeCards(CudaMemory):
-    """A card whose memory is that of the host, and told by its address.
-
-    room: how many memories fit on it again.
-    """
-
-    def __init__(self, room: int = 1000) -> None:
-        super().__init__({0})
-        self.room = room
-        self.there: set[int] = set()
-        self.released = 0
-
-    @property
-    def is_used(self) -> bool:
-        return True
-
-    def put(self, *tensors: Any) -> None:
-        self.there |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-    def device_of(self, storage: Any) -> str:
-        return "cuda:0" if storage.data_ptr() in self.there else ""
-
-    def to_host(self, storage: Any) -> Any:
-        return storage.clone()
-
-    def back(self, storage: Any, device: str) -> Any:
-        assert device == "cuda:0"
-        if not self.room:
-            return None
-        self.room -= 1
-        made = storage.clone()
-        self.there.add(made.data_ptr())
-        return made
-
-    def release(self) -> None:
-        self.released += 1

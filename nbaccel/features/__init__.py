@@ -65,6 +65,8 @@ _TABLE = {  # "module:object", below this package
     "nbaccel estimate-memory": "batch_size.estimate_command:add_arguments",
     # other ways to start
     "launch(nodes=...)": "cluster.cell_mode:launch_on_nodes",
+    # what leaves the GPUs for a run
+    "free_kernel": "free_kernel.models_on_host:models_on_host",
     # rows of the doctor's report
     "doctor: nodes": "cluster.node_environment:ways_to_nodes",
     # tasks of ranks

@@ -28,7 +28,7 @@ from nbaccel.launching.earlier_models import refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec
-from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, kernel_freed
+from nbaccel.launching.kernel_holdings import Unmoved, movable
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState
@@ -167,7 +167,7 @@ def launch(
     try:
         with contextlib.ExitStack() as block:
             if aside is not None:
-                block.enter_context(kernel_freed(aside, lambda line: shown.write("stdout", f"{line}\n")))
+                block.enter_context(aside.freed(lambda line: shown.write("stdout", f"{line}\n")))
             run, ended = launcher.run(spec, RunObservers(shown, listeners=[shown]))
     finally:
         if ended is not None:  # also after an interrupt while models came back, which is raised behind it
@@ -199,14 +199,12 @@ def planned(options: RunOptions, task: FunctionTask, survey: Survey) -> LaunchPl
     return plan
 
 
-def _set_aside(devices: Devices) -> ModelsOnHost:
+def _set_aside(devices: Devices) -> Unmoved:
     """Return the notebook's models on the GPUs of the run, which move to the host while it lasts."""
-    return ModelsOnHost(vars(sys.modules["__main__"]), CudaMemory({gpu.index for gpu in devices.gpus}))
+    return movable(vars(sys.modules["__main__"]), {gpu.index for gpu in devices.gpus}, is_asked_for=True)
 
 
-def _show(
-    launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: ModelsOnHost | None = None
-) -> tuple[RunView, str]:
+def _show(launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: Unmoved | None = None) -> tuple[RunView, str]:
     """Begin to show a run, with the warnings to read before; return the shown run, and the run in words.
 
     Args:
@@ -223,7 +221,7 @@ def show_run(
     devices: Devices,
     survey: Survey,
     title: str,
-    aside: ModelsOnHost | None = None,
+    aside: Unmoved | None = None,
     *,
     is_elsewhere: bool = False,
     frames: PanelSink | None = None,

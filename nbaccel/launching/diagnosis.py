@@ -21,7 +21,7 @@ from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd
 from nbaccel.launching.ipc.reports import ErrorLink, Naming, RankFailure, RankReport, StackSnapshot, signal_name
 from nbaccel.launching.ipc.spec import Task
 from nbaccel.launching.ipc.user_code import cell_name as name_of_cell
-from nbaccel.launching.kernel_models import KernelHolding
+from nbaccel.launching.kernel_holdings import KernelHolding
 from nbaccel.launching.oom_restart import GiveUp, OomRestartPolicy, PartsRestartPolicy, Restart, wait_for_memory
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.namespace.payload import unpack_what_can_be_rebuilt

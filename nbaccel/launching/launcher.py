@@ -40,7 +40,7 @@ from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.ipc import reaper
 from nbaccel.launching.ipc.spec import LaunchSpec, Start, load_named
 from nbaccel.launching.ipc.user_code import cell_name
-from nbaccel.launching.kernel_models import held_here
+from nbaccel.launching.kernel_holdings import held_here
 from nbaccel.launching.libraries import what_meets_loaded_libraries
 from nbaccel.launching.processes.attached_debugger import undebugged, untrace
 from nbaccel.launching.processes.rank_results import RankResults

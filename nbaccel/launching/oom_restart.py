@@ -24,7 +24,7 @@ from nbaccel.base.settings import SHRINK, STATES, WHOLE, RunSettings
 from nbaccel.launching.attempts import LaunchAttempt
 from nbaccel.launching.ipc.reports import ErrorLink, Place, signal_name
 from nbaccel.launching.ipc.spec import LaunchSpec
-from nbaccel.launching.kernel_models import KernelHolding
+from nbaccel.launching.kernel_holdings import KernelHolding
 from nbaccel.launching.processes.rank_results import RankResults
 
 __all__ = [

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from nbaccel.display.run_view import PanelSink
 from nbaccel.features import feature, mode_flag
-from nbaccel.launching.kernel_models import kernel_freed
 from nbaccel.notebook.cell_plan import AskedCell, CellPlan
 from nbaccel.notebook.cell_run import interrupts_in_one_line
 from nbaccel.notebook.session import Session
@@ -75,7 +74,7 @@ class InRanks:
         with session.views.steered(session.shell, is_plain=bool(plan.plan.options.plain)) as (frames, beside):
             run = session.begin(plan, session.show(plan, frames))
             is_freed = plan.plan.options.free_kernel
-            freed = kernel_freed(session.movable(plan.plan), session.say) if is_freed else nullcontext()
+            freed = session.movable(plan.plan).freed(session.say) if is_freed else nullcontext()
             try:
                 with interrupts_in_one_line(), freed:
                     run.go(plan.host, listeners=[session.rank_memory], beside=beside)

@@ -22,7 +22,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.features import feature
 from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.gpu_trouble import before_a_run
-from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, held_here
+from nbaccel.launching.kernel_holdings import Unmoved, held_here, movable
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launching.plan import LaunchPlan, draws_as_here
 from nbaccel.launching.preflight import ProcessState
@@ -176,7 +176,7 @@ class Session:
         is_new = host is self.launcher
         needed = self.needed(task, source) if is_new else {}
         is_asked_for = plan.options.free_kernel or (is_new and plan.devices.gpus)
-        aside = self.movable(plan) if is_asked_for else ModelsOnHost({}, CudaMemory(()))
+        aside = self.movable(plan) if is_asked_for else Unmoved()
         carried = refuse_what_cannot_fit(plan, needed, survey, self.earlier_cells, aside)
         if is_new:
             self.last_plan = plan
@@ -231,9 +231,10 @@ class Session:
         choices = {name: text_of(value) for name, value in chosen(self.configuration.parser, plan.options).items()}
         return RunOrigin(" ".join(typed.split()), choices, plan.settings.seed)
 
-    def movable(self, plan: LaunchPlan) -> ModelsOnHost:
+    def movable(self, plan: LaunchPlan) -> Unmoved:
         """Return what the notebook could move away from the GPUs of a run."""
-        return ModelsOnHost(self.shell.user_ns, CudaMemory({gpu.index for gpu in plan.devices.gpus}))
+        numbers = {gpu.index for gpu in plan.devices.gpus}
+        return movable(self.shell.user_ns, numbers, is_asked_for=bool(plan.options.free_kernel))
 
     def say(self, line: str) -> None:
         """Print one line of the project in the cell's output."""
@@ -257,7 +258,7 @@ class Session:
         needed: Mapping[str, Any],
         carried: Sequence[str],
         survey: Survey,
-        aside: ModelsOnHost,
+        aside: Unmoved,
     ) -> list[str]:
         """Return a line for each thing that the ranks of the cell will lack or have little of."""
         lines = []

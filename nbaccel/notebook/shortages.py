@@ -18,7 +18,7 @@ from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import amount, listed, plural
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching.earlier_models import EarlierModel, MadeAt, parsed, refuse_what_stays_here, where_made
-from nbaccel.launching.kernel_models import KernelHolding, ModelsOnHost
+from nbaccel.launching.kernel_holdings import KernelHolding, Unmoved
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.namespace.nbytes import size_of
 
@@ -54,7 +54,7 @@ def shortages(
     names: Mapping[str, Any],
     survey: Survey,
     holdings: Sequence[KernelHolding],
-    aside: ModelsOnHost,
+    aside: Unmoved,
 ) -> Iterator[str]:
     """Yield a line for each thing that the run of a cell will run short of.
 
@@ -72,7 +72,7 @@ def shortages(
 
 
 def refuse_what_cannot_fit(
-    plan: LaunchPlan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], aside: ModelsOnHost
+    plan: LaunchPlan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], aside: Unmoved
 ) -> list[str]:
     """Return a line for each model of the notebook that is on a device and is copied to the ranks.
 
@@ -142,7 +142,7 @@ def loaders_in(code: str, names: Mapping[str, Any]) -> Iterator[Loader]:
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _devices_held(plan: LaunchPlan, holdings: Sequence[KernelHolding], aside: ModelsOnHost) -> Iterator[str]:
+def _devices_held(plan: LaunchPlan, holdings: Sequence[KernelHolding], aside: Unmoved) -> Iterator[str]:
     used = {f"cuda:{gpu.index}": (rank, gpu) for rank, gpu in plan.devices.each()}
     for holding in holdings:
         if holding.device not in used:
@@ -205,7 +205,7 @@ def _workers(ranks: int, loaders: Iterator[Loader], survey: Survey) -> Iterator[
 # --- models on devices ----------------------------------------------------------------------------------------------
 
 
-def _carried(plan: LaunchPlan, model: EarlierModel, place: MadeAt | None, aside: ModelsOnHost) -> str:
+def _carried(plan: LaunchPlan, model: EarlierModel, place: MadeAt | None, aside: Unmoved) -> str:
     """Return the line about a model that is copied to the devices of all ranks; empty if it is said elsewhere.
 
     Raises:

@@ -18,7 +18,7 @@ from nbaccel.launching.attempts import LaunchAttempt, OomKillWatch, RunRecorder
 from nbaccel.launching.diagnosis import diagnose
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, ProgramLimit, Start
-from nbaccel.launching.kernel_models import KernelHolding
+from nbaccel.launching.kernel_holdings import KernelHolding
 from nbaccel.launching.oom_restart import GiveUp, OomRestartPolicy, Restart, wait_for_memory
 from nbaccel.launching.processes.rank_results import RankResults
 

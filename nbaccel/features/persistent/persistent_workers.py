@@ -20,7 +20,7 @@ from nbaccel.launching.diagnosis import diagnose
 from nbaccel.launching.ipc.reports import signal_name
 from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
 from nbaccel.launching.ipc.user_code import cell_name
-from nbaccel.launching.kernel_models import held_here
+from nbaccel.launching.kernel_holdings import held_here
 from nbaccel.launching.oom_restart import OomRestartPolicy
 from nbaccel.launching.processes.handle import WorkerHandle
 from nbaccel.launching.processes.rank_results import RankResults

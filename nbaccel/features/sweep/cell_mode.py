@@ -14,7 +14,7 @@ from nbaccel.features.sweep.sweep_cell import SweptCell, lists_of, values_to_swe
 from nbaccel.features.sweep.sweep_runs import counted
 from nbaccel.features.sweep.sweeping import Sweeping
 from nbaccel.launching.gpu_trouble import holder_name
-from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost
+from nbaccel.launching.kernel_holdings import Unmoved
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.tasks.cell_task import CellTask
@@ -77,7 +77,7 @@ class SweepMode:
         if first.start.method == "inline":
             raise LaunchRefused(f"a sweep needs processes of its own, and here none can start: {first.start.reason}.")
         work.plan = first
-        needed, aside = session.needed(task, source), ModelsOnHost({}, CudaMemory(()))
+        needed, aside = session.needed(task, source), Unmoved()
         carried = refuse_what_cannot_fit(first, needed, survey, session.earlier_cells, aside)
         refuse_a_full_host(first, len(plans), survey)
         copies = line_on_copies(first, len(plans), task, survey, own_bytes())

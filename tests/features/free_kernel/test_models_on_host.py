@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from fakes import FakeCards
+from features.free_kernel.cards import FakeCards
 from nbaccel.base.hardware import MemoryInfo
-from nbaccel.launching import api, kernel_models
-from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, kernel_freed
+from nbaccel.features.free_kernel import models_on_host
+from nbaccel.features.free_kernel.models_on_host import CudaMemory, ModelsOnHost, kernel_freed
+from nbaccel.launching import api
 from nbaccel.launching.run import Run
 from nbaccel.namespace import pickling
 from nbaccel.namespace.payload import pack, unpack, unpack_what_can_be_rebuilt
@@ -24,7 +25,7 @@ from nbaccel.namespace.tensor_devices import InFile, away_from, device_there
 
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_models, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(models_on_host, "_PAUSE_S", 0.0)
 
 
 def trained() -> tuple[Any, Any]:
@@ -222,7 +223,7 @@ def test_what_happens_after_the_move_brings_models_back_and_forgets_where_they_w
             happens()
         return away_from(homes, places)
 
-    monkeypatch.setattr(kernel_models, "away_from", away)
+    monkeypatch.setattr(models_on_host, "away_from", away)
     cards.fails = {"release": happens} if where == "release" else {}
     said: list[str] = []
     with pytest.raises(error), kernel_freed(ModelsOnHost({"model": model}, cards), said.append):
@@ -381,7 +382,7 @@ def test_a_cuda_graph_of_the_notebook_keeps_models_where_it_knows_them() -> None
 def test_a_host_without_room_keeps_models_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     cards, model = FakeCards(), torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
-    monkeypatch.setattr(kernel_models, "usable_memory", lambda: MemoryInfo(10**9, 20))
+    monkeypatch.setattr(models_on_host, "usable_memory", lambda: MemoryInfo(10**9, 20))
     with ModelsOnHost({"model": model}, cards) as aside:
         assert cards.device_of(model.weight.untyped_storage())
         assert str(aside) == "model stays on the card: the host has 0.0 GB available"
@@ -515,7 +516,7 @@ def test_launch_sets_models_of_the_script_aside_where_it_is_asked_to(
 ) -> None:
     cards, model = FakeCards(), torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
-    monkeypatch.setattr(api, "CudaMemory", lambda numbers: cards)
+    monkeypatch.setattr(models_on_host, "CudaMemory", lambda numbers: cards)
     monkeypatch.setitem(vars(sys.modules["__main__"]), "model", model)
 
     def where() -> str:
@@ -531,7 +532,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, cards: FakeCards) -> Any:
     """A model of the script."""
     model = torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
-    monkeypatch.setattr(api, "CudaMemory", lambda numbers: cards)
+    monkeypatch.setattr(models_on_host, "CudaMemory", lambda numbers: cards)
     monkeypatch.setitem(vars(sys.modules["__main__"]), "model", model)
     return model
 

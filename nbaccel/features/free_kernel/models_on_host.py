@@ -1,8 +1,7 @@
-"""Device memory that the notebook's own process holds, and its release while ranks use the GPUs. Runs in the kernel.
+"""Models of the notebook that leave the GPUs while ranks use these (`--free-kernel`). Runs in the kernel.
 
-`kernel_freed` moves models of the notebook to the host (`ModelsOnHost`). `held_here` measures what the process holds,
-by the notebook's own names: ranks on the same device have to do without that memory, and a restart gives none of it
-back. If this process has never used CUDA, it holds nothing, and nothing is asked.
+`kernel_freed` moves models to the host (`ModelsOnHost`). If this process has never used CUDA, it holds nothing, and
+nothing is asked.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -19,20 +18,18 @@ from nbaccel.base.hardware import usable_memory
 from nbaccel.base.quantised import is_quantised
 from nbaccel.base.quantities import in_gb
 from nbaccel.launching.earlier_models import places_of
+from nbaccel.launching.kernel_holdings import Unmoved
 from nbaccel.launching.processes.interaction import uninterrupted
 from nbaccel.namespace.arrays import has_plain_memory
-from nbaccel.namespace.inventory import belongs_to_ipython
-from nbaccel.namespace.nbytes import sizes_on_devices
 from nbaccel.namespace.payload import HostFile
 from nbaccel.namespace.tensor_devices import InFile, away_from, storage_on
 from nbaccel.namespace.wrappers import plain
 
 __all__ = [
     "CudaMemory",
-    "KernelHolding",
     "ModelsOnHost",
-    "held_here",
     "kernel_freed",
+    "models_on_host",
 ]
 
 _MOST_OF_THE_HOST = 0.8
@@ -40,6 +37,11 @@ _MOST_OF_THE_HOST = 0.8
 
 _TRIES, _PAUSE_S = 5, 0.4
 """Attempts to move back to a GPU, and their pause: the driver frees a killed process's memory 0.1 s later."""
+
+
+def models_on_host(namespace: Mapping[str, Any], numbers: Collection[int]) -> ModelsOnHost:
+    """Return what can leave the GPUs with these numbers, of the notebook's variables."""
+    return ModelsOnHost(namespace, CudaMemory(numbers))
 
 
 @contextmanager
@@ -146,7 +148,7 @@ def _move(moves: Sequence[tuple[_Memory, Any]]) -> None:
         memory.storage = storage
 
 
-class ModelsOnHost:
+class ModelsOnHost(Unmoved):
     """The models of `namespace` that can move to the host, and their optimizers; a block in which they are there.
 
     Parameters, buffers, gradients and the states of optimizers change their memory and stay the same objects;
@@ -183,6 +185,9 @@ class ModelsOnHost:
     def bytes_on(self, device: str) -> int:
         """Return the bytes that are freed on a GPU."""
         return sum(memory.storage.nbytes() for memory in self._memories if memory.device == device)
+
+    def freed(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
+        return kernel_freed(self, say)
 
     # --- the block ---------------------------------------------------------------------------------------------
 
@@ -394,59 +399,3 @@ def _tensors_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors_in(each)
-
-
-_NAMES_SHOWN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class KernelHolding:
-    """The memory that this process holds on one device.
-
-    Args:
-        nbytes: Bytes taken from the device: tensors and the allocator's reserve.
-        names: Variables and their bytes, largest first.
-
-    Example:
-        >>> str(KernelHolding("cuda:0", 3_000_000_000, 16_000_000_000, (("model", 2_000_000_000),)))
-        '3.0 of 16.0 GB on cuda:0 (model 2.0 GB)'
-    """
-
-    device: str
-    nbytes: int
-    total_bytes: int
-    names: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def share(self) -> float:
-        """Return the fraction of the whole device."""
-        return self.nbytes / self.total_bytes if self.total_bytes else 0.0
-
-    def __str__(self) -> str:
-        listed = ", ".join(f"{name} {in_gb(nbytes)}" for name, nbytes in self.names[:_NAMES_SHOWN])
-        held = in_gb(self.nbytes).removesuffix(" GB")
-        return f"{held} of {in_gb(self.total_bytes)} on {self.device}{listed and f' ({listed})'}"
-
-
-def held_here(namespace: Mapping[str, Any] | None) -> list[KernelHolding]:
-    """Return one holding for each CUDA device on which this process has memory.
-
-    Args:
-        namespace: The notebook's variables.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return []
-    variables = dict(namespace or {})
-    named = sizes_on_devices(
-        {name: value for name, value in variables.items() if not (name.startswith("_") or belongs_to_ipython(name))}
-    )
-    holdings = []
-    for number in range(torch.cuda.device_count()):
-        nbytes = torch.cuda.memory_reserved(number)
-        if nbytes:
-            device = f"cuda:{number}"
-            total_bytes = torch.cuda.get_device_properties(number).total_memory
-            names = tuple(named[device].most_common()) if device in named else ()
-            holdings.append(KernelHolding(device, nbytes, total_bytes, names))
-    return holdings
