@@ -39,8 +39,8 @@ from nbaccel.launching.ipc.spec import WorkerBoot
 from nbaccel.launching.ipc.telemetry import Rings
 from nbaccel.launching.ipc.user_code import question_path, stack_path
 from nbaccel.launching.launcher import LauncherResources
+from nbaccel.launching.processes.asked_stacks import ask_for_stack
 from nbaccel.launching.processes.handle import WorkerProcess
-from nbaccel.launching.processes.hangs import ask_for_stack
 from nbaccel.launching.processes.workers import RankEnds
 from nbaccel.launching.processes.zygote import Zygote
 

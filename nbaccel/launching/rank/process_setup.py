@@ -300,7 +300,7 @@ class StacksOnRequest:
     The answer goes to a file of the run's private folder. Two parts of a rank can answer. The death watch's thread is
     asked through a FIFO: whatever a program does to its signals, the thread answers, unless C code keeps Python's lock.
     faulthandler is asked by a signal: it needs no lock, but programs replace handlers and block signals. The kernel
-    therefore asks the thread first (`processes/hangs.py`).
+    therefore asks the thread first (`processes/asked_stacks.py`).
 
     Args:
         store_path: A file of that folder.

@@ -27,6 +27,7 @@ from nbaccel.launching.api import launch
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.user_code import ASK
 from nbaccel.launching.processes import hangs
+from nbaccel.launching.processes.asked_stacks import Question, Stack
 from nbaccel.launching.processes.handle import WorkerHandle
 from nbaccel.launching.processes.hangs import HangWatch
 from nbaccel.train.distributed import transport
@@ -476,10 +477,10 @@ def test_ranks_that_wait_in_different_calls_are_ended_with_the_lines_of_all(monk
 def test_a_rank_that_gets_no_processor_on_a_busy_machine_is_not_taken_for_one_that_waits(
     page: ControlPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting = hangs._Stack([(transport.__file__, 143, "_wait_on_host"), ("/tmp/train.py", 9, "<module>")])
-    training = hangs._Stack([("/torch/graph.py", 979, "_engine_run_backward"), ("/tmp/train.py", 8, "<module>")])
+    waiting = Stack([(transport.__file__, 143, "_wait_on_host"), ("/tmp/train.py", 9, "<module>")])
+    training = Stack([("/torch/graph.py", 979, "_engine_run_backward"), ("/tmp/train.py", 8, "<module>")])
     answers = {0: waiting, 1: training}
-    monkeypatch.setattr(hangs._Question, "answers", lambda self: answers)
+    monkeypatch.setattr(Question, "answers", lambda self: answers)
     monkeypatch.setattr(hangs, "_seconds_used", lambda member: 0.0)
     wants = True
     monkeypatch.setattr(hangs, "_wants_a_processor", lambda member: wants)
@@ -496,10 +497,10 @@ def test_a_rank_that_gets_no_processor_on_a_busy_machine_is_not_taken_for_one_th
 
 
 def test_a_collective_of_ours_is_known_by_the_file_in_which_its_rank_waits() -> None:
-    waiting = hangs._Stack([(transport.__file__, 143, "_wait_on_host"), ("/tmp/train.py", 9, "<module>")])
+    waiting = Stack([(transport.__file__, 143, "_wait_on_host"), ("/tmp/train.py", 9, "<module>")])
     assert waiting.waits
     assert waiting.is_in_collective
-    training = hangs._Stack([(inspect.getfile(Accelerator), 1, "backward"), ("/tmp/train.py", 9, "<module>")])
+    training = Stack([(inspect.getfile(Accelerator), 1, "backward"), ("/tmp/train.py", 9, "<module>")])
     assert not training.waits
     assert not training.is_in_collective
 
@@ -508,10 +509,10 @@ def test_a_collective_of_ours_is_known_by_the_file_in_which_its_rank_waits() -> 
 def test_who_calls_an_operator_says_whether_it_is_a_collective(caller: str, waits: bool) -> None:
     torchs = str(Path(torch.__file__).parent)
     operator = [(f"{torchs}/_ops.py", 882, "redispatch"), (f"{torchs}/_library/autograd.py", 41, "forward_no_grad")]
-    stack = hangs._Stack([*operator, (f"{torchs}/distributed/{caller}", 142, "f"), ("/tmp/train.py", 9, "<module>")])
+    stack = Stack([*operator, (f"{torchs}/distributed/{caller}", 142, "f"), ("/tmp/train.py", 9, "<module>")])
     assert stack.is_in_collective is waits
     assert stack.call == (("/tmp/train.py", 9), "f")
-    assert not hangs._Stack([]).is_in_collective
+    assert not Stack([]).is_in_collective
 
 
 @dataclass
