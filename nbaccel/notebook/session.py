@@ -21,7 +21,6 @@ from nbaccel.display.views import Views
 from nbaccel.errors import LaunchRefused
 from nbaccel.features import feature
 from nbaccel.launching.ended_runs import EndedRuns
-from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.kernel_holdings import Unmoved, held_here, movable
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launching.plan import LaunchPlan, draws_as_here
@@ -269,9 +268,14 @@ class Session:
                 )
         holdings = held_here(self.shell.user_ns)
         freed_on = aside.bytes_on if plan.options.free_kernel else lambda device: 0
+        troubles: Sequence[str] = ()
+        if plan.devices.gpus:
+            from nbaccel.launching.gpu_trouble import before_a_run
+
+            troubles = before_a_run(plan.devices.gpus, freed_on)
         return [
             *lines,
-            *before_a_run(plan.devices.gpus, freed_on),
+            *troubles,
             *carried,
             *shortages(plan, source.code, needed, survey, holdings, aside),
         ]

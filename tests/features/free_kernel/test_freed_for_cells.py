@@ -57,7 +57,7 @@ def test_a_model_that_can_leave_the_card_is_said_with_the_flag_and_nothing_with_
     held = KernelHolding("cuda:0", nbytes + 30, 100, (("data", 30), ("model", nbytes)))
     monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
     monkeypatch.setattr(
-        nbaccel.notebook.session, "before_a_run", lambda gpus, freed_on: []
+        nbaccel.launching.gpu_trouble, "before_a_run", lambda gpus, freed_on: []
     )  # of a card with some bytes only
     assert said(planned, "%%accelerate -n 2\nx = 1")[0].endswith(
         "and 20 bytes are free there for rank 0: --free-kernel moves model to the host for the run; "
