@@ -38,6 +38,9 @@ def test_cuda_is_untouched_by_loading_and_by_a_run(kernel: RealKernel, start: st
     assert kernel.value("torch.cuda.is_initialized()") is False
 
 
+_MEETS_BARS = "nbaccel.features.other_libraries.progress_bars"
+
+
 @pytest.mark.timed
 def test_both_ranks_of_the_first_cell_are_in_the_group_at_once(new_kernel: Kernels) -> None:
     kernel = new_kernel()
@@ -52,7 +55,11 @@ def test_a_plain_cell_loads_and_looks_for_nothing_that_it_does_not_need(new_kern
     kernel.do("import sys, torch\n%load_ext nbaccel")
     kernel.do(accelerate("pass", flags="--plain"))  # a slow one has a panel
     not_needed = ("nbaccel.features.", "matplotlib", "ipywidgets")
-    assert kernel.value(f"[name for name in sys.modules if name.startswith({not_needed})]") == []
+    loaded = kernel.value(f"[name for name in sys.modules if name.startswith({not_needed})]")
+    assert set(loaded) <= {
+        "nbaccel.features.other_libraries",
+        _MEETS_BARS,
+    }  # torch has loaded tqdm, so ranks may have bars
 
     kernel.do("known = set(sys.modules)")
     kernel.do(accelerate("loaded = sorted(set(sys.modules) - known)", flags="--plain --out loaded"))

@@ -122,9 +122,8 @@ class _Memory:
         uses = getattr(sys.modules["torch"]._C, "_storage_Use_Count", None)
         if uses is None:
             return True
-        tensor = sys.modules["torch"].empty(
-            1, device="cpu"
-        )  # only torch can say how many uses one tensor and this reference make
+        # Only torch can say how many uses one tensor and this reference make.
+        tensor = sys.modules["torch"].empty(1, device="cpu")
         storage = tensor.untyped_storage()
         return bool(uses(self.storage._cdata) != uses(storage._cdata) - 1 + len(self.tensors))
 

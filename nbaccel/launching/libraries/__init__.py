@@ -3,7 +3,7 @@
 What meets a library is a feature, named by the library in the table: it is loaded when the library is, by the kernel or
 by the program of a rank, and nothing is imported that the program does not import. Where it is missing, a library that
 starts ranks of its own is refused; others go without it, and say so. `one_file` and `nested_launchers` need no library.
-Imports `launching/ipc`, `namespace` and `base`.
+Imports `launching/ipc`, `namespace`, `base` and the table of `features`.
 """
 
 from __future__ import annotations

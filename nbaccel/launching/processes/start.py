@@ -58,6 +58,7 @@ class StartMethod(Protocol):
 
         Args:
             task: What the ranks run.
+            world_size: The number of ranks.
             timeout_s: The time limit of the run, None for none.
             beside: Served while the packing goes on; they can end it too.
 
