@@ -388,7 +388,7 @@ class _Trace(TorchDispatchMode):
             if is_number_used and not _divides_a_loss(name, args, marked, at):
                 bits |= HIDDEN
         for at, each in enumerate(results):
-            self._mark(each, bits, line, object() if at and order else order)  # of a sort, where they were
+            self._mark(each, bits, line, object() if at and order and name == "sort" else order)  # where they were
 
     def _own_bits(
         self, func: Any, name: str, args: Any, kwargs: Any, marked: Sequence[tuple[Tensor, int, str]], results: Any
@@ -481,11 +481,17 @@ class _Trace(TorchDispatchMode):
         return found | {order for each in inputs if (order := self._order_of(each)) is not None}
 
     def _order_of(self, tensor: Tensor) -> Hashable | None:
-        """Return the order of the samples of a tensor; of an unmarked one, if its numbers are places in another."""
+        """Return the order of the samples of a tensor; of an unmarked one, if its numbers are places in another.
+
+        A packed sequence has no dimension for its samples, and their order.
+        """
         axis = self._axis(tensor.shape)
         mark = self._marks.get(_key(tensor))
-        if axis is None or (mark is not None and not mark.storage.has_gone()):
-            return mark.order if axis is not None and mark is not None and mark.bits & BATCH else None
+        if mark is not None and not mark.storage.has_gone():
+            is_single = axis is not None or not mark.bits & MIXED
+            return mark.order if is_single and mark.bits & BATCH else None
+        if axis is None:
+            return None
         length, is_number = tensor.shape[axis], tensor.is_floating_point() or tensor.dtype == torch.bool
         if is_number or length not in self._rows or self._is_drawn(tensor):
             return None

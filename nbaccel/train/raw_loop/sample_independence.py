@@ -131,6 +131,8 @@ def obstacle_below(reading: LossTerms, rows: int, only: Collection[str] = ()) ->
         plain.update(node for node in everywhere if kind_of(node) == "Slice")
     for node in from_below(terms):
         kind, edges = kind_of(node), node.next_functions
+        if only and kind == LEAF:  # a tensor that is trained may be as long as a part by chance
+            continue
         if _has_batch(node, kind, edges, carries, rows):
             carries.add(node)
             if _is_masked(node, kind, edges, rows) or any(child in masked for child, _ in edges):
