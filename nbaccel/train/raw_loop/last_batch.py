@@ -9,6 +9,7 @@ different ones, of the same kind, whose lengths add up to the batch: weights are
 from __future__ import annotations
 
 import ast
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -28,6 +29,7 @@ _MOST_BYTES = 64_000_000
 """Largest size of a rank's tensors that are joined: they go to all ranks."""
 
 _MOST_FRAMES = 100
+_DEEPEST = 8
 _CONTAINERS = (list, tuple, dict)
 
 
@@ -40,13 +42,15 @@ class LastBatch:
 
     def __init__(self, namespace: dict[str, Any] | None) -> None:
         self._namespace = {} if namespace is None else namespace
-        self._before = {name: id(value) for name, value in self._namespace.items()}
+        firsts = ((name, _first_tensor(value)) for name, value in self._namespace.items())
+        # References: a tensor may lie where an earlier one of the same name was, as when a cell is run again.
+        self._before = {name: weakref.ref(first) for name, first in firsts if first is not None}
         self._handed: GivenBatches | None = None
         self._file = ""
 
     def note(self, handed: GivenBatches) -> None:
         """Note a backward; `handed` is what it was of."""
-        if not handed.is_part or not self._before:
+        if not handed.is_part or not self._namespace:
             return
         if self._handed is None:
             tops = [frame for frame in users_frames(_MOST_FRAMES) if frame.f_globals is self._namespace]
@@ -79,7 +83,8 @@ class LastBatch:
     def _parts(self, rows: int) -> Iterator[tuple[str, list[Any]]]:
         """Yield names that the cell has bound to tensors of `rows` rows alone, with what tells these tensors apart."""
         for name, value in list(self._namespace.items()):
-            if name.startswith("_") or self._before.get(name) == id(value):
+            first, before = _first_tensor(value), self._before.get(name)
+            if name.startswith("_") or first is None or (before is not None and before() is first):
                 continue
             leaves = _leaves(value)
             if not leaves or sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
@@ -104,6 +109,15 @@ def _leaves(value: Any) -> list[Tensor]:
         return []
     below = [_leaves(each) for each in (value.values() if isinstance(value, dict) else value)]
     return [leaf for leaves in below for leaf in leaves] if all(below) else []
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    """Return the tensor that a value is, or that stands first in it."""
+    for _ in range(_DEEPEST):
+        if type(value) not in _CONTAINERS or not value:
+            break
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return value if isinstance(value, Tensor) else None
 
 
 def _with(value: Any, wholes: Iterator[Tensor]) -> Any:
