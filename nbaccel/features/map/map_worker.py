@@ -201,7 +201,7 @@ def work(
     except UsersError as found:
         users = found
     except OSError as error:  # of our own files
-        if isinstance(error, FileNotFoundError) and job.is_finished:
+        if job.is_finished:
             return  # another worker has joined the answers meanwhile, and removed the folder
         raise CannotSave(
             f"rank {accelerator.process_index} cannot write to {job.folder}: {error.strerror or error}. What was "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from nbaccel.base.events import CallEntered, CallsEnded, Event, ItemsDone, outle
 from nbaccel.errors import CannotContinue, CannotSave, RunStopped
 from nbaccel.features.map import Answers, Failed, MapJob
 from nbaccel.features.map.claim_log import LifeLock
+from nbaccel.features.map.item_source import StreamedItems
 from nbaccel.features.map.map_job import as_items
 from nbaccel.features.map.map_worker import work
 from nbaccel.features.map.records import RecordFile
@@ -449,6 +451,24 @@ def test_a_rank_does_not_wait_for_ever_for_a_block_that_is_gone(tmp_path: Path, 
         if lock is not None:
             lock.close()
     job.close()
+
+
+def test_a_late_rank_whose_folder_is_joined_while_it_makes_one_there_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``mkdir(exist_ok=True)`` says that a folder exists if another rank removes it between its two looks."""
+    opens = functools.partial(MapJob.open, function=shout, setup=None, out=tmp_path / "a.jsonl")
+    accelerator, late, tend = Accelerator(cpu=True), opens(drawn()), StreamedItems.tend
+
+    def tend_late(self: StreamedItems, size: int) -> None:
+        monkeypatch.setattr(StreamedItems, "tend", tend)
+        assert mapped(shout, drawn(), out=tmp_path / "a.jsonl") == shouted()
+        raise FileExistsError(errno.EEXIST, "File exists", str(late.folder / "blocks"))
+
+    monkeypatch.setattr(StreamedItems, "tend", tend_late)
+    work(accelerator, late, drawn(), shout, None)
+    assert late.answers() == shouted()
+    late.close()
 
 
 def test_an_error_of_the_stream_ends_the_map_with_it() -> None:
