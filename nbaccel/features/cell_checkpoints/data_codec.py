@@ -806,7 +806,10 @@ class Decoder:
     def _of_file(self, stored: str, dtype: str) -> Tensor:
         kind: torch.dtype = unpack({"dtype": [dtype]}, {})
         memory = self._tensors[stored]
-        return memory if memory.dtype == kind else memory.view(kind)
+        if memory.dtype == kind:
+            return memory
+        # Files align to 8 bytes, and torch's instructions for complex128 may need 16: a fault, where there is no AVX.
+        return (memory.clone() if memory.data_ptr() % kind.itemsize else memory).view(kind)
 
     def _array(self, _: str, dtype: str, shape: list[int], order: str, stored: str) -> Any:
         pristine = self._tensors[stored].numpy().view(_plain_dtype(dtype)).reshape(shape, order=order)
