@@ -68,9 +68,7 @@ class InRanks:
             from nbaccel.notebook.inline_cell import run_in_the_kernel  # few cells run there
 
             shown = session.show(plan, PanelSink())
-            return run_in_the_kernel(
-                plan.spec, plan.source.name, plan.task, shown, plan.origin, session.launcher.remember, session.say
-            )
+            return run_in_the_kernel(plan, shown, session.launcher.remember, session.say)
         with session.views.steered(session.shell, is_plain=bool(plan.plan.options.plain)) as (frames, beside):
             run = session.begin(plan, session.show(plan, frames))
             is_freed = plan.plan.options.free_kernel

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from nbaccel.errors import FeatureMissing
 from nbaccel.features import feature
 from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.plan import LaunchPlan
-from nbaccel.launching.run import RunOrigin
+from nbaccel.launching.processes.rank_results import RankResults
+from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.run import Run, RunOrigin
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
-from nbaccel.notebook.cell_run import Host
 from nbaccel.options.run_options import RunOptions
 
-__all__ = ["AskedCell", "CellPlan", "task_class"]
+__all__ = ["AskedCell", "CellPlan", "Host", "task_class"]
+
+
+class Host(Protocol):
+    """Runs a spec by ranks: a `Launcher`, or persistent ranks."""
+
+    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> tuple[Run, RankResults]:
+        """Run the spec, see `Launcher.run`."""
 
 
 def task_class(options: RunOptions) -> type[CellTask]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.events import Listener
 from nbaccel.base.notices import briefly
@@ -22,15 +22,14 @@ from nbaccel.base.quantities import duration
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import NotPrepared, ResultsMissing
 from nbaccel.launching.ipc.kernel_state import are_here, set_random_states
-from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.launching.processes.rank_results import RankResults, Returned
 from nbaccel.launching.processes.supervisor import RunObservers
-from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, light_value, seen
-from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.launching.run import Run, light_value, seen
 from nbaccel.launching.tasks.cell_task import RANDOM, RESULT, CellTask
 from nbaccel.namespace.install import install
+from nbaccel.notebook.cell_plan import CellPlan, Host
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CellRun",
     "DisplayData",
-    "Host",
     "how_a_cell_ended",
     "interrupts_in_one_line",
     "raise_if_missing",
@@ -62,22 +60,14 @@ class DisplayData:
         return str(self.data.get("text/plain", "..."))
 
 
-class Host(Protocol):
-    """Runs a spec by ranks: a `Launcher`, or persistent ranks."""
-
-    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> tuple[Run, RankResults]:
-        """Run the spec, see `Launcher.run`."""
-
-
 class CellRun:
-    """The run of `source` according to `plan`.
+    """The run of a planned cell.
 
     Args:
         shown: The view of the run.
         told: See `LeftByCell`.
         remember: Gets the run that becomes `nbaccel.last_run`, and its post-mortem, once the ranks have ended; its
             value comes with `conclude`.
-        origin: See `Run`.
 
     Attributes:
         error, end, seconds: Its exception, its end in one word, and the duration of all its attempts together; valid
@@ -87,25 +77,17 @@ class CellRun:
 
     def __init__(
         self,
-        plan: LaunchPlan,
-        source: CellSource,
-        task: CellTask,
-        spec: LaunchSpec,
+        cell: CellPlan,
         shown: RunView,
         told: set[str],
         remember: Callable[[Run, PostMortem | None], None] = lambda run, post_mortem: None,
-        origin: RunOrigin = NO_ORIGIN,
     ) -> None:
-        self.plan = plan
-        self.source = source
-        self.task = task
-        self.spec = spec
+        self.cell = cell
         self.shown = shown
         self._told = told
         self.error: BaseException | None = None
         self.end = ""
         self._remember = remember
-        self._origin = origin
         self._kept: Run | None = None
         self._ended: RankResults | None = None
 
@@ -136,16 +118,16 @@ class CellRun:
         Raises:
             LaunchRefused: Nothing was started. The run's own error is not raised, but kept.
         """
-        shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
+        shown_ranks = self.cell.plan.options.shown_ranks(self.cell.spec.world_size)
         watching = RunObservers(self.shown, shown_ranks, self._say, [self.shown, *listeners], beside)
         with interrupts_in_one_line():
             try:
-                run, self._ended = host.run(self.spec, watching, occupied)
+                run, self._ended = host.run(self.cell.spec, watching, occupied)
             finally:
                 self.shown.write_heading()
         seen(run, self.shown)
-        run.origin = self._origin
-        run.error, self.end = how_a_cell_ended(run, self._ended, self.plan)
+        run.origin = self.cell.origin
+        run.error, self.end = how_a_cell_ended(run, self._ended, self.cell.plan)
         self.error = run.error
         self._kept = run.light()
         self._remember(self._kept, self._post_mortem())
@@ -155,7 +137,7 @@ class CellRun:
             return None
         from nbaccel.launching.diagnosis import PostMortem
 
-        return PostMortem.of(self.source.name, self.end, self.error, self.ended)
+        return PostMortem.of(self.cell.source.name, self.end, self.error, self.ended)
 
     def _say(self, line: str) -> None:
         """Write a line about the run: in a notebook, what is red is an error."""
@@ -165,17 +147,17 @@ class CellRun:
 
     @property
     def name(self) -> str:
-        return self.source.name
+        return self.cell.source.name
 
     @property
     def has_left_something(self) -> bool:
         """Return whether names or changes wait for `conclude`; leftovers of loops do not count."""
-        report = self.ended.reports[self.task.result_rank]
-        return bool(self.task.out) or (report is not None and bool(report.facts.get("leaves")))
+        report = self.ended.reports[self.cell.task.result_rank]
+        return bool(self.cell.task.out) or (report is not None and bool(report.facts.get("leaves")))
 
     @property
     def left(self) -> Sequence[str]:
-        return ["what it left"] if self.task.leaves_all and self.has_left_something else self.task.out
+        return ["what it left"] if self.cell.task.leaves_all and self.has_left_something else self.cell.task.out
 
     def show_end(self) -> None:
         rank = None if self.ended.failed_alike else self.ended.first_failed
@@ -196,23 +178,25 @@ class CellRun:
 
     def _conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         run, ended, error = self.kept, self.ended, self.error
-        result_rank = self.task.result_rank
+        result_rank = self.cell.task.result_rank
         report = ended.reports[result_rank]
         if run.stopped:
             say(run.stopped)
-        if run.start_method != self.plan.start.method:
+        if run.start_method != self.cell.plan.start.method:
             say(f"started by {run.start_method} after all: {run.start_reason}")
         returned = _returned(ended)
         result = returned.values.pop(RESULT, None)
         run.values[result_rank] = light_value(result)
-        if self.task.random is not None and not are_here(self.task.random):
+        if self.cell.task.random is not None and not are_here(self.cell.task.random):
             returned.values.pop(RANDOM, None)  # cells that ran meanwhile have drawn or seeded
         facts = {} if report is None else report.facts
-        missing = dict.fromkeys(self.task.out, f"rank {result_rank} had ended") if report is None else report.missing
+        missing = (
+            dict.fromkeys(self.cell.task.out, f"rank {result_rank} had ended") if report is None else report.missing
+        )
         missing.pop(RESULT, None)  # its display is there
         left = LeftInRanks(ended.reports, result_rank, namespace)
         whence = "" if error is None else f" from the {self.end} run"
-        if self.task.leaves_all:
+        if self.cell.task.leaves_all:
             self._leave_all(returned, facts, missing, left, namespace, say, whence)
             if error is not None:
                 raise error
@@ -235,11 +219,13 @@ class CellRun:
 
         What was refused while the ranks had the same parameters was one training until then: it is not lost.
         """
-        is_meant = bool(self.plan.settings.independent)
+        is_meant = bool(self.cell.plan.settings.independent)
         only_new = not is_meant and (bool(left.apart) or (isinstance(self.error, NotPrepared) and not left.is_alike))
         new = [name for name in returned.values if name not in namespace]
         doubt = "" if is_meant else left.not_one_training(new if only_new else returned.values)
-        arrived = LeftByCell(returned, facts, missing, self.task, self._told, from_gpus=bool(self.plan.devices.gpus))
+        arrived = LeftByCell(
+            returned, facts, missing, self.cell.task, self._told, from_gpus=bool(self.cell.plan.devices.gpus)
+        )
         try:
             arrived.enter(only_new=only_new)
         finally:
@@ -267,23 +253,23 @@ class CellRun:
             say(f"brought back{whence}: {', '.join(map(str, arrivals))}")
         for name, parts in facts.get("lacks", {}).items():
             say(f"{name} came without {', '.join(dict.fromkeys(parts))}")
-        if not self.plan.settings.independent and (doubt := left.not_one_training(values)):
+        if not self.cell.plan.settings.independent and (doubt := left.not_one_training(values)):
             say(doubt)
         if error is not None:
             if missing:
                 say(f"not brought back: {with_reasons(missing)}")
             raise error
-        if self.plan.options.out != ():  # a user who writes `--out none` knows
+        if self.cell.plan.options.out != ():  # a user who writes `--out none` knows
             for line in left.not_brought_back(values):
                 say(line)
-        if self.task.home is not None:
-            kept, line = left.kept(values, self.task.home.unpulled)
-            earlier = self.task.home.unpulled
-            self.task.home.unpulled = {name: entry for name, entry in earlier.items() if name not in kept} | kept
+        if self.cell.task.home is not None:
+            kept, line = left.kept(values, self.cell.task.home.unpulled)
+            earlier = self.cell.task.home.unpulled
+            self.cell.task.home.unpulled = {name: entry for name, entry in earlier.items() if name not in kept} | kept
             if line:
                 say(line)
         if not ended.is_timed_out:  # a run with a planned end may not have reached the name
-            raise_if_missing(missing, self.task.out)
+            raise_if_missing(missing, self.cell.task.out)
         elif missing:
             say(f"not brought back: {with_reasons(missing)}")
 

@@ -14,10 +14,11 @@ from nbaccel.display.run_view import RunView
 from nbaccel.errors import RunStopped
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.inline import post_mortem_here, run_inline
-from nbaccel.launching.ipc.spec import LaunchSpec, Results
-from nbaccel.launching.run import Run, RunOrigin
+from nbaccel.launching.ipc.spec import Results
+from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.cell_task import RESULT, CellTask
 from nbaccel.namespace.wrappers import plain, take_off_forward
+from nbaccel.notebook.cell_plan import CellPlan
 from nbaccel.notebook.cell_run import DisplayData, raise_if_missing, with_reasons
 
 __all__ = ["run_in_the_kernel"]
@@ -26,11 +27,8 @@ _ACCELERATOR = "accelerator"
 
 
 def run_in_the_kernel(
-    spec: LaunchSpec,
-    title: str,
-    task: CellTask,
+    cell: CellPlan,
     shown: RunView,
-    origin: RunOrigin,
     remember: Callable[[Run, PostMortem | None], None],
     say: Callable[[str], None],
 ) -> Any:
@@ -40,6 +38,7 @@ def run_in_the_kernel(
         remember: Gets the run that is over, and what `%debug` needs if it has failed.
         say: Prints a line.
     """
+    task = cell.task
     leaving = _as_written if task.leaves_all else _only_out_changes
     error: BaseException | None = None
     post_mortem: PostMortem | None = None
@@ -47,9 +46,9 @@ def run_in_the_kernel(
     try:
         with shown.until_its_end(), leaving(task):
             try:
-                run_inline(spec, [shown])
+                run_inline(cell.spec, [shown])
             except (Exception, KeyboardInterrupt) as failure:
-                post_mortem = post_mortem_here(title, failure, task)
+                post_mortem = post_mortem_here(cell.source.name, failure, task)
                 raise
         results = task.results_here()
         value = results.values.get(RESULT)
@@ -64,9 +63,9 @@ def run_in_the_kernel(
         error = failure
         raise
     finally:
-        start = spec.start
+        start = cell.plan.start
         run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
-        run.facts, run.state, run.origin = shown.facts, shown.state, origin
+        run.facts, run.state, run.origin = shown.facts, shown.state, cell.origin
         remember(run.light(), post_mortem)
         del run, error
     return _value_of(results)

@@ -30,10 +30,9 @@ from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.namespace.names import made_before_read
 from nbaccel.namespace.threads import threads_held_by
-from nbaccel.notebook.cell_plan import AskedCell, CellPlan, task_class
+from nbaccel.notebook.cell_plan import AskedCell, CellPlan, Host, task_class
 from nbaccel.notebook.cell_run import (
     CellRun,
-    Host,
 )
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.rank_counts import RankCounts
@@ -316,9 +315,7 @@ class Session:
     def begin(self, cell: CellPlan, shown: RunView) -> CellRun:
         """Return the run of a planned cell; nothing has begun."""
         self.rank_memory.begin(cell.source.name)
-        return CellRun(
-            cell.plan, cell.source, cell.task, cell.spec, shown, self.told, self.launcher.remember, cell.origin
-        )
+        return CellRun(cell, shown, self.told, self.launcher.remember)
 
     def remembered(self) -> EndedRuns:
         """Return the runs of this notebook, with those that `keep-runs` has kept from other kernels.
@@ -360,7 +357,7 @@ class Session:
 
     def conclude(self, run: CellRun) -> Any:
         """Conclude a run that is over: bring its values back, raise its error, and record how it went."""
-        self.last_run = LastRun(run.source.name, run.end, run.kept.seconds)
+        self.last_run = LastRun(run.cell.source.name, run.end, run.kept.seconds)
         try:
             return run.conclude(self.shell.user_ns, self.say)
         finally:
@@ -389,8 +386,8 @@ class Session:
         choices = {
             name: text for name, text in run.kept.origin.choices.items() if name not in ("num-processes", "seed")
         }
-        work = run.source.code.strip(), history.steps, tuple(sorted(choices.items()))
-        return self._rank_counts.note(work, run.spec.world_size, run.kept.seconds, run.source.name)
+        work = run.cell.source.code.strip(), history.steps, tuple(sorted(choices.items()))
+        return self._rank_counts.note(work, run.cell.spec.world_size, run.kept.seconds, run.cell.source.name)
 
     def _much_exchange(self, run: CellRun) -> str:
         """Return a line if the ranks of a loop that we train have mostly exchanged and waited, once in a notebook."""
