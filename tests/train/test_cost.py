@@ -251,9 +251,9 @@ def test_a_step_that_is_reported_makes_a_few_calls_more() -> None:
     unheard = Calls.of(prepared_loop())
     with reported():
         heard = Calls.of(prepared_loop())
-    assert heard.per_step("in python") - unheard.per_step("in python") <= 3, heard - unheard
+    assert heard.per_step("in python") - unheard.per_step("in python") <= 1, heard - unheard
     assert heard.per_step("C Struct.pack_into") == 1, "the loss"
-    assert heard.per_step("C Struct.pack") == 1, "where the rank is"
+    assert heard.per_step("C Struct.pack") == 0, "where the rank is: numbers of a page"
     assert heard.searches == 0
 
 

@@ -106,7 +106,7 @@ class RankPosition:
     """The position of a rank: about to enter `entered` (parked), inside it (in_step), or in no step at all.
 
     Args:
-        previous: The position before; -1 if there was none.
+        previous: The position before, of a parked rank and of one in no step; -1 if there was none.
         last_step_s: Duration of the last whole step.
     """
 
@@ -140,12 +140,17 @@ class ControlPage:
        goes on through S; every rank leaves at its first boundary past S. All end after the same step.
 
     Steps are positions (training step, batches since) packed into one number, so that they compare in order.
+
+    Attributes:
+        flags, words, seconds: The page as bytes, and as numbers of eight: for what a rank does in every step.
     """
 
     def __init__(self, fd: int, world_size: int) -> None:
         self.fd = fd
         self.world_size = world_size
         self._map = mmap.mmap(fd, _HEADER + _SLOT * world_size)
+        self.flags = memoryview(self._map)
+        self.words, self.seconds = self.flags.cast("q"), self.flags.cast("d")
 
     @classmethod
     def create(cls, world_size: int) -> ControlPage:
@@ -176,6 +181,8 @@ class ControlPage:
 
     def unmap(self) -> None:
         """Release this object's memory; the descriptor stays open."""
+        for view in (self.words, self.seconds, self.flags):
+            view.release()
         self._map.close()
 
     def read(self, rank: int) -> RankPosition:
@@ -192,13 +199,6 @@ class ControlPage:
             position.parked,
             position.in_step,
         )
-
-    def enter(self, rank: int, entered: int, previous: int, entered_at: float, last_step_s: float) -> bool:
-        """Write that `rank` is inside step `entered`; only then read and return whether the run is to stop."""
-        page, start = self._map, _HEADER + rank * _SLOT
-        # Not `pack_into`, which clears the place before it writes: the kernel would find a rank in step 0.
-        page[start : start + _RANK.size] = _RANK.pack(entered, previous, entered_at, last_step_s, False, True)
-        return page[_STOP] != 0
 
     def positions(self) -> list[RankPosition]:
         return [self.read(rank) for rank in range(self.world_size)]
@@ -529,6 +529,7 @@ class StepGate:
     def __init__(self, page: ControlPage, rank: int) -> None:
         self._page = page
         self._rank = rank
+        self._place = (_HEADER + rank * _SLOT) // page.words.itemsize
         self._last = -1
         self._entered_at = 0.0
         self._saved_before = 0
@@ -569,11 +570,16 @@ class StepGate:
                 event.answer()
 
     def enter_step(self, step: int, substep: int) -> None:
-        """Handle a `StepEntered`, which is in every step, without an event object."""
-        number = position_number(step, substep)
-        now = time.monotonic()
-        last_step_s = now - self._entered_at if self._entered_at else 0.0
-        if self._page.enter(self._rank, number, self._last, now, last_step_s):
+        """Handle a `StepEntered`, which is in every step, without an event object, and with no call but the clock's."""
+        number = step * _SUBSTEPS + substep if substep < _SUBSTEPS else position_number(step, substep)
+        now, page, last_step_s = time.monotonic(), self._page, 0.0
+        if self._entered_at:  # it is marked as in a step; the previous one is read of a parked rank only
+            last_step_s = now - self._entered_at
+            place, seconds = self._place, page.seconds
+            page.words[place], seconds[place + 2], seconds[place + 3] = number, now, last_step_s
+        else:
+            page.write(self._rank, RankPosition(number, self._last, now, last_step_s, parked=False, in_step=True))
+        if page.flags[_STOP]:  # read only now that the step is written
             self._park(RankPosition(number, self._last, now, last_step_s, parked=True, in_step=False))
         self._last, self._entered_at = number, now
 

@@ -18,8 +18,8 @@ import mmap
 import os
 import struct
 import tempfile
-import time
 from collections.abc import Iterator
+from time import monotonic
 from typing import NamedTuple
 
 __all__ = [
@@ -33,9 +33,10 @@ _TEXT_BYTES = 80
 """Bytes of text that one slot holds; longer texts take several slots."""
 
 _SLOT = struct.Struct(f"@QdqdHHHH{_TEXT_BYTES}sQ")  # number, at, step, value, kind, bytes of text, part, parts after, …
+_SLOT_BYTES = _SLOT.size
 _NUMBER = struct.Struct("@Q")
-_FIRST_NUMBER = struct.Struct(f"@Q{_SLOT.size - _NUMBER.size}x")  # of a slot: written first, and cleared first
-_LAST_NUMBER = struct.Struct(f"@{_SLOT.size - _NUMBER.size}xQ")  # written when all the rest is there
+_FIRST_NUMBER = struct.Struct(f"@Q{_SLOT_BYTES - _NUMBER.size}x")  # of a slot: written first, and cleared first
+_LAST_NUMBER = struct.Struct(f"@{_SLOT_BYTES - _NUMBER.size}xQ")  # written when all the rest is there
 _SLOTS = 8192  # 4 s of 2000 records; 1 MiB, shared with the kernel
 _SLOTS_PER_COPY = 512
 _SLOTS_OF_A_LOOK = 32  # a page: most often there are a few records, and memory that nobody has touched yet costs
@@ -70,7 +71,7 @@ def make_ring(slots: int = _SLOTS) -> int:
     else:  # macOS, where the only rank is the kernel itself
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, slots * _SLOT.size)
+    os.ftruncate(fd, slots * _SLOT_BYTES)
     return fd
 
 
@@ -88,7 +89,7 @@ class RingWriter:
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
-        self._slots = len(self._map) // _SLOT.size
+        self._slots = len(self._map) // _SLOT_BYTES
         self._numbers = itertools.count(1)
 
     def write(self, kind: int, step: int = 0, value: float = 0.0, text: bytes = b"", at: float | None = None) -> None:
@@ -98,19 +99,20 @@ class RingWriter:
             at: The time of the event, in `time.monotonic()`; None for now.
         """
         if at is None:
-            at = time.monotonic()
+            at = monotonic()
         if len(text) > _TEXT_BYTES:
             self._write_parts(kind, step, value, text, at)
             return
         number = next(self._numbers)
-        where = number % self._slots * _SLOT.size
+        where = number % self._slots * _SLOT_BYTES
         _SLOT.pack_into(self._map, where, number, at, step, value, kind, len(text), 0, 0, text, number)
 
     def write_number(self, kind: int, step: int, value: float) -> None:
         """Write one record without text, now: a short form of `write` for events in every step."""
         number = next(self._numbers)
-        where = number % self._slots * _SLOT.size
-        _SLOT.pack_into(self._map, where, number, time.monotonic(), step, value, kind, 0, 0, 0, b"", number)
+        _SLOT.pack_into(
+            self._map, number % self._slots * _SLOT_BYTES, number, monotonic(), step, value, kind, 0, 0, 0, b"", number
+        )
 
     def _write_parts(self, kind: int, step: int, value: float, text: bytes, at: float) -> None:
         if len(text) > self._slots // 4 * _TEXT_BYTES:
@@ -119,7 +121,7 @@ class RingWriter:
         texts = [text[start : start + _TEXT_BYTES] for start in range(0, len(text), _TEXT_BYTES)]
         numbers = list(itertools.islice(self._numbers, len(texts)))  # in one call: no other thread's come between
         for part, (number, text) in enumerate(zip(numbers, texts, strict=True)):
-            where, after = number % self._slots * _SLOT.size, len(texts) - 1 - part
+            where, after = number % self._slots * _SLOT_BYTES, len(texts) - 1 - part
             _SLOT.pack_into(self._map, where, number, at, step, value, kind, len(text), part, after, text, number)
 
     def leave_out(self) -> None:
@@ -139,7 +141,7 @@ class RingReader:
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
-        self._slots = len(self._map) // _SLOT.size
+        self._slots = len(self._map) // _SLOT_BYTES
         self._next = 1
         self._missed_at = 0  # the number that an earlier read found missing
         self._parts: list[bytes] = []
@@ -170,14 +172,14 @@ class RingReader:
         """Return copies of the available slots, in a row from the next one on; the rank may overwrite the slots."""
         first, start = self._next, self._next % self._slots
         count = self._in_a_row(_LAST_NUMBER, first, min(most, self._slots - start))
-        block = self._map[start * _SLOT.size : (start + count) * _SLOT.size]
+        block = self._map[start * _SLOT_BYTES : (start + count) * _SLOT_BYTES]
         count = self._in_a_row(_FIRST_NUMBER, first, count)  # fewer: the rank has wrapped around during the copy
         self._next += count
         return list(itertools.islice(_SLOT.iter_unpack(block), count))
 
     def _in_a_row(self, layout: struct.Struct, first: int, count: int) -> int:
         """Return how many slots from `first` on hold their own number; at most `count`, which must not wrap around."""
-        if count == 0 or layout.unpack_from(self._map, first % self._slots * _SLOT.size)[0] != first:
+        if count == 0 or layout.unpack_from(self._map, first % self._slots * _SLOT_BYTES)[0] != first:
             return 0  # most often: no copy for that
         numbers = layout.iter_unpack(self._copied(first, count))
         return next((row for row, (number,) in enumerate(numbers) if number != first + row), count)
@@ -185,9 +187,9 @@ class RingReader:
     def _copied(self, first: int, count: int) -> bytes:
         start = first % self._slots
         end = start + min(count, self._slots)
-        block = self._map[start * _SLOT.size : end * _SLOT.size]
+        block = self._map[start * _SLOT_BYTES : end * _SLOT_BYTES]
         if end > self._slots:
-            block += self._map[: (end - self._slots) * _SLOT.size]
+            block += self._map[: (end - self._slots) * _SLOT_BYTES]
         return block
 
     def _gave_up_one(self, is_last: bool) -> bool:
@@ -228,4 +230,4 @@ class RingReader:
         return any(number == later for later, (number,) in enumerate(numbers, first))
 
     def _number_at(self, number: int) -> int:
-        return int(_NUMBER.unpack_from(self._map, number % self._slots * _SLOT.size)[0])
+        return int(_NUMBER.unpack_from(self._map, number % self._slots * _SLOT_BYTES)[0])
