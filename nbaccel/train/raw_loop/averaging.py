@@ -325,7 +325,7 @@ class Averaging:
         shape = shapes[0] if len(shapes) == 1 else shape_of.of(terms)
         obstacle = self._losses.obstacle(readings, shapes, handed, is_graph_kept, kinds)
         obstacle = obstacle or self._watch.obstacle(roots)
-        if self._losses.is_new_in_parts(shapes, kinds, handed, is_watched=self._watch.is_on):
+        if self._losses.is_new_in_parts(shapes, kinds, handed, is_watched=self._watch.is_strict):
             self._passes.watch_next()
         if not obstacle and any(leaf._backward_hooks for leaf in leaves):
             obstacle = "a hook that may change the gradient of a parameter"

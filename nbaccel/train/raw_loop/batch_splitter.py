@@ -552,16 +552,24 @@ class BatchSplitter:
         """Watch what is computed of a batch, if it is to be.
 
         Several batches may make one loss, and what it uses from outside may meet any of them: losses are counted, not
-        batches, and watched from the first batch after the backward of another one.
+        batches, and watched from the first batch after the backward of another one. Values of the whole batch are
+        looked for before a loop's first backward, in a part that may have a new loss, and now and then again, since a
+        loop may do otherwise from some epoch or step on: at the first part of each pass, and at losses 1, 2, 4, 8...
         """
         begins, self._begins_loss = self._begins_loss, False
         if begins:
             self._losses[this.key] += label.is_apart
             self._loss = self._losses[this.key] if label.is_apart and self._mode == SPLIT else 0
-        is_marked = self._is_to_be_watched(this, label) or (is_open and self._watch.is_on and label.rows > 1)
-        if is_marked or (self._loss and not self._loss & (self._loss - 1)):
+        is_due = bool(self._loss) and not self._loss & (self._loss - 1)
+        is_new = self._watches_next or (this.key not in self._trained and this.taken < REMEMBERED)
+        like = this.key, label.rows
+        is_again = label.is_apart and (is_due or this.taken == 1 or not self._watch.is_known(like))
+        is_marked = is_open and self._watch.is_on and label.rows > 1
+        if (is_new or is_again) and self._may_be_watched(this, label):
+            is_marked = True
+        if is_marked or is_due:
             self._watches_next = self._watches_next and not is_marked
-            self._watch.begin(batch, label.rows, is_marked)
+            self._watch.begin(batch, label.rows, is_marked, None if is_new else like)
         elif self._loss and not self._loss & (self._loss + 1):
             self._watch.remember(batch, anew=begins)
         elif is_open and this.taken >= REMEMBERED and not label.is_apart:
@@ -571,11 +579,9 @@ class BatchSplitter:
         if label.is_apart and self._watch.has_counts:
             self._watch.count()
 
-    def _is_to_be_watched(self, this: SharedPass, label: Label) -> bool:
-        """Return whether to watch a batch: those before a loop's first backward, and a part whose loss may be new."""
-        is_wanted = self._watches_next or (this.key not in self._trained and this.taken < REMEMBERED)
+    def _may_be_watched(self, this: SharedPass, label: Label) -> bool:
         may_train = this.may_split and self._training.is_training()
-        return is_wanted and may_train and self._mode == SPLIT and label.rows > 1 and this.key not in self._whole
+        return may_train and self._mode == SPLIT and label.rows > 1 and this.key not in self._whole
 
     def _pass_of(self, iterator: Any) -> SharedPass:
         this: SharedPass | None = iterator.__dict__.get(SHARED_PASS)

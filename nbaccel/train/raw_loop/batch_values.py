@@ -65,6 +65,7 @@ _UNKNOWN, _RAISED = -1.0, -2.0
 
 _NUMBERS = ("b", "i", "u", "f")  # kinds of NumPy's types
 _MOST_NEW = 4096
+_MOST_SIZES = 16
 _LONGEST_LINE = 60
 _FRAMES = 6
 
@@ -88,11 +89,21 @@ class BatchWatch:
         self._has_least = self.has_counts = False
         self._trace: _Trace | None = None
         self._before: list[SeenMemory] = []
+        self._by_mistake: dict[Hashable, bool] = {}
 
     @property
     def is_on(self) -> bool:
         """True while values of the whole batch are looked for."""
         return self._trace is not None and self._trace.marks
+
+    @property
+    def is_strict(self) -> bool:
+        """True while what is found counts in any case, see `begin`."""
+        return self._trace is not None and self._trace.marks and self._trace.like is None
+
+    def is_known(self, like: Hashable) -> bool:
+        """Return whether a part like this one was examined, or as many others were as are kept."""
+        return like in self._by_mistake or len(self._by_mistake) >= _MOST_SIZES
 
     @property
     def least(self) -> int:
@@ -112,17 +123,23 @@ class BatchWatch:
         """True while a batch is watched."""
         return self._trace is not None
 
-    def begin(self, batch: Any, rows: int, marks: bool = True) -> None:
+    def begin(self, batch: Any, rows: int, marks: bool = True, like: Hashable = None) -> None:
         """Watch what is computed of `batch`, which has `rows` samples, and of those that are watched already.
 
         Args:
             marks: Look for values of the whole batch, too, beside those from outside of it.
+            like: Names the parts of batches like this one, whose loss was examined as a whole batch and had none. Of
+                them the first shows what is found by mistake, as where a part equals another length by chance: if
+                anything is, then no part like it is looked at.
         """
         if self._trace is not None and self._trace.only_counts:
             self.end()
+        has_marks = self.is_on
         if not self._open(marks):
             return
         assert self._trace is not None
+        if marks and (like is None or not has_marks):
+            self._trace.like = like
         self._trace.marks = self._trace.marks or marks
         self._trace.add(batch, rows)
         self.remember(batch)
@@ -198,7 +215,10 @@ class BatchWatch:
     def obstacle(self, roots: Sequence[Tensor]) -> str:
         """Return which value of the whole batch enters one of the losses `roots`; "" where none is known."""
         trace = self._trace if self.is_on else None
-        return "" if trace is None else next((text for root in roots if (text := trace.obstacle_in(root))), "")
+        if trace is None:
+            return ""
+        found = next((text for root in roots if (text := trace.obstacle_in(root))), "")
+        return found if trace.like is None or not self._by_mistake.setdefault(trace.like, bool(found)) else ""
 
 
 def _may_watch() -> bool:
@@ -297,6 +317,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self, marks: bool, outside: OutsideUses, only_counts: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.marks, self.only_counts = marks, only_counts
+        self.like: Hashable = None
         self.counts: set[float] = set()  # what may be counts, of those that leave torch or are given a least value
         self.outside = outside
         self.is_at_work, self.has_least = True, False

@@ -258,11 +258,35 @@ def _weights_of_the_batch_later() -> Values:
     return _with(lambda losses, epoch: losses * (losses / losses.mean()).detach() if epoch else losses)
 
 
+def _neighbours_from(first: int) -> Values:
+    """Samples that meet others, where nothing of it is in the graph, from one of the steps on: four make an epoch."""
+    model, step = net(), 0
+    optimizer = sgd(model)
+    for _ in range(6):
+        for x, y in DataLoader(points(32), batch_size=8):
+            x = 0.7 * x + 0.3 * x.flip(0) if step >= first else x
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            step += 1
+    return ends(model), []
+
+
+def _neighbours_from_an_epoch_on() -> Values:
+    return _neighbours_from(12)
+
+
+def _neighbours_from_a_step_on() -> Values:
+    return _neighbours_from(5)
+
+
 @pytest.mark.parametrize(
     ("program", "why"),
     [
+        (_neighbours_from_an_epoch_on, "step 12: this loss is no sum over samples ("),
+        (_neighbours_from_a_step_on, "step 8: this loss is no sum over samples ("),
         (_the_hardest_ones_later, "step 4: this loss is no sum over samples ("),
-        (_weights_of_the_batch_later, "step 5: this loss is no sum over samples ("),
+        (_weights_of_the_batch_later, "step 4: this loss is no sum over samples ("),
         (_a_bad_batch_later, "are at different batches, of which one was left out in some of them"),
         (_full_batches_alone, "the loop has passed them over, as one does that leaves out batches with len"),
         (_until_an_incomplete_batch, "the loop has passed them over"),
