@@ -9,6 +9,7 @@ Reasons: docs/design/layout.md
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -144,9 +145,13 @@ def feature(name: str) -> Any:
         FeatureMissing: The folder of the feature does not exist.
     """
     module, _, attribute = _TABLE[name].partition(":")
-    return getattr(module_of(name, f"{__name__}.{module}"), attribute)
+    path = f"{__name__}.{module}"
+    if (found := getattr(sys.modules.get(path), attribute, None)) is not None:
+        return found
+    return getattr(module_of(name, path), attribute)
 
 
+@functools.cache  # asked for by each launch and each rank, and some of the table's texts are wherever it was loaded
 def named(beginning: str) -> tuple[str, ...]:
     """Return the names of the table that begin with a text, without that text.
 

@@ -34,12 +34,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from nbaccel.base.notices import is_users
 from nbaccel.base.world import World
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.rank_part import RankPart
+from nbaccel.launching.ipc.replacement import Replacement
 
 __all__ = ["OneFile", "is_private_file"]
 
@@ -70,20 +71,23 @@ class OneFile(RankPart):
     """
 
     def __init__(self, world: World, store_path: str, written: Sequence[Any] = ()) -> None:
-        self._world = world
-        self._journal = _Journal(f"{store_path}.files")
+        journal = _Journal(f"{store_path}.files")
         self._written = written
+        self._files = _Writer(journal, world.world_size) if world.is_main_process else _Follower(journal, world)
+        self._folders = _Folders(journal)
+        self._opened = _OpenedFiles(journal, world)
+        _replacements()
+        with suppress(KeyError, AttributeError):  # not loaded, or another thread of the kernel loads it now
+            _of_torch()
 
     def install(self) -> None:
-        world, journal = self._world, self._journal
-        files = _Writer(journal, world.world_size) if world.is_main_process else _Follower(journal, world)
-        when_loaded({"torch": partial(_wrap_torchs, files), "safetensors.torch": partial(_wrap_safetensors, files)})
-        _wrap_mkdir(_Folders(journal))
-        _wrap_removals(files)
-        opened = _OpenedFiles(journal, world)
-        sys.addaudithook(opened.look)  # stays until the process, a rank, ends
+        _acting.files, _acting.folders = self._files, self._folders
+        when_loaded({"torch": _wrap_torchs, "safetensors.torch": _wrap_safetensors})
+        for replacement in _replacements():
+            replacement.put()
+        sys.addaudithook(self._opened.look)  # stays until the process, a rank, ends
         for file in self._written:
-            opened.watch(file)
+            self._opened.watch(file)
 
 
 class _Journal:
@@ -450,8 +454,44 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _wrap_mkdir(folders: _Folders) -> None:
-    makes = os.mkdir
+class _Acting:
+    """Holds what the functions below act by in this process: they are made once, in the kernel, for all ranks."""
+
+    files: _Files
+    folders: _Folders
+
+
+_acting = _Acting()
+
+
+@functools.cache
+def _replacements() -> list[Replacement]:
+    removals = ((os, "remove"), (os, "unlink"), (shutil, "rmtree"))
+    moves = ((os, "rename"), (os, "replace"), (shutil, "move"))
+    return [
+        Replacement([os], "mkdir", _making),
+        *(Replacement([module], name, _removing) for module, name in removals),
+        *(Replacement([module], name, partial(_removing, moves=True)) for module, name in moves),
+    ]
+
+
+@functools.cache
+def _of_torch() -> list[Replacement]:
+    torch = sys.modules["torch"]
+    holders = (torch, torch.serialization)  # pickle finds them in the second
+    return [
+        Replacement(holders, "save", partial(_wrapped, act="save", position=1, name="f")),
+        Replacement(holders, "load", partial(_wrapped, act="load", position=0, name="f")),
+    ]
+
+
+def _wrap_torchs(torch: Any) -> None:
+    for replacement in _of_torch():
+        replacement.put()
+
+
+def _making(makes: Callable[..., None]) -> Callable[..., None]:
+    """Return `makes`, which makes a folder, called through `_acting.folders` for programs."""
 
     @functools.wraps(makes)
     def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -461,20 +501,13 @@ def _wrap_mkdir(folders: _Folders) -> None:
         if dir_fd is not None or caller.startswith(("tempfile.", *_KNOW_RANKS)):
             makes(path, mode, dir_fd=dir_fd)
         else:
-            folders.make(os.path.abspath(os.fsdecode(path)), partial(makes, path, mode))
+            _acting.folders.make(os.path.abspath(os.fsdecode(path)), partial(makes, path, mode))
 
-    os.mkdir = mkdir
-
-
-def _wrap_removals(files: _Files) -> None:
-    for module, name in ((os, "remove"), (os, "unlink"), (shutil, "rmtree")):
-        setattr(module, name, _removing(getattr(module, name), files))
-    for module, name in ((os, "rename"), (os, "replace"), (shutil, "move")):
-        setattr(module, name, _removing(getattr(module, name), files, moves=True))
+    return mkdir
 
 
-def _removing(real: Callable[..., Any], files: _Files, moves: bool = False) -> Callable[..., Any]:
-    """Return `real`, which removes or moves its first argument, called through `files` for programs."""
+def _removing(real: Callable[..., Any], moves: bool = False) -> Callable[..., Any]:
+    """Return `real`, which removes or moves its first argument, called through `_acting.files` for programs."""
     moves_into = real is shutil.move
 
     @functools.wraps(real)
@@ -493,32 +526,24 @@ def _removing(real: Callable[..., Any], files: _Files, moves: bool = False) -> C
             target = os.path.abspath(os.fsdecode(target))
             if moves_into and os.path.isdir(target):
                 target = os.path.join(target, os.path.basename(path))
-        found = files.remove(path, partial(real, *args, **kwargs), target)
+        found = _acting.files.remove(path, partial(real, *args, **kwargs), target)
         return found if moves_into else None
 
     return call
 
 
-def _wrap_torchs(files: _Files, torch: Any) -> None:
-    for name, wrapped in (
-        ("save", _wrapped(torch.save, files.save, 1, "f")),
-        ("load", _wrapped(torch.load, files.load, 0, "f")),
-    ):
-        setattr(torch, name, wrapped)
-        setattr(torch.serialization, name, wrapped)  # where pickle finds it
-
-
-def _wrap_safetensors(files: _Files, module: Any) -> None:
-    module.save_file = _wrapped(module.save_file, files.save, 1, "filename")
-    module.load_file = _wrapped(module.load_file, files.load, 0, "filename")
+def _wrap_safetensors(module: Any) -> None:
+    module.save_file = _wrapped(module.save_file, "save", 1, "filename")
+    module.load_file = _wrapped(module.load_file, "load", 0, "filename")
 
 
 def _wrapped(
-    function: Callable[..., Any], act: Callable[[str, Callable[[], Any]], Any], position: int, name: str
+    function: Callable[..., Any], act: Literal["save", "load"], position: int, name: str
 ) -> Callable[..., Any]:
-    """Return `function`, called through `act` if a program gives it a path.
+    """Return `function`, called through `_acting.files` if a program gives it a path.
 
     Args:
+        act: The method of the files.
         position, name: Those of that argument.
     """
 
@@ -536,7 +561,7 @@ def _wrapped(
                 return function(*args[:position], path, *args[position + 1 :], **kwargs)
             return function(*args, **{**kwargs, name: path})
 
-        return act(os.path.abspath(os.fsdecode(given)), does)
+        return getattr(_acting.files, act)(os.path.abspath(os.fsdecode(given)), does)
 
     return call
 

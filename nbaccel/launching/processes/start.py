@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import io
 import itertools
@@ -131,6 +132,7 @@ class ForkStart:
                     ]
                     for each in ranks:  # after the last fork, or one that fails
                         opened.callback(each.rank.release)
+                    _forget_lookups(len(sys.modules))
                     for each in ranks:
                         processes.append(_fork(each, task, inherited))
             except BaseException as error:
@@ -297,6 +299,21 @@ class ZygoteStart:
         payload, self._payload = self._payload, None
         if payload is not None:
             os.close(payload.fd)
+
+
+@functools.lru_cache(maxsize=1)
+def _forget_lookups(modules: int) -> None:
+    """Empty CPython's cache of lookups in types, if modules were imported since this was done.
+
+    An entry holds a reference to an attribute's name, after an import one of thousands that nobody looks up again. A
+    rank that needs the entry would release that name, and so copy a page that nothing else of it uses.
+
+    Args:
+        modules: The number of loaded modules.
+    """
+    own: Any = sys
+    forget = getattr(own, "_clear_internal_caches", None) or own._clear_type_cache  # the first from Python 3.13 on
+    forget()
 
 
 def _share_resource_tracker() -> None:
