@@ -14,7 +14,7 @@ import json
 import linecache
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, cast
@@ -378,11 +378,13 @@ class RankReport:
     Args:
         status: "ok", "stopped" (by the project's stop or an interrupt), "failed" (an exception) or "exited"
             (SystemExit).
-        payload_fd: Memfd of its values; the reader of the report closes it.
+        payload_fd: Memfd of its values; the reader of the report closes it. -1 without one.
         snapshot: The state of its stack.
         names: The names of a persistent rank.
         sequence: Number of collectives that torch has issued in the default process group; None without one.
         cut: The state of its groups on a device, if it has some.
+        plain: The values that the message itself has, in place of a memfd.
+        holds_nothing: Nothing of its process is of use to another rank.
     """
 
     status: str
@@ -395,12 +397,14 @@ class RankReport:
     names: frozenset[str] = frozenset()
     sequence: int | None = None
     cut: ConnectionState | None = None
+    plain: Mapping[str, Any] | None = None
+    holds_nothing: bool = False
 
     @classmethod
     def from_frame(cls, message: dict[str, Any], fds: list[int]) -> RankReport:
         return cls(
             message["status"],
-            fds[0],
+            fds[0] if fds else -1,
             message["missing"],
             message["facts"],
             [ErrorLink.from_json(link) for link in message["chain"]],
@@ -409,6 +413,8 @@ class RankReport:
             frozenset(message["names"]),
             message["sequence"],
             None if message["cut"] is None else ConnectionState(**message["cut"]),
+            message["plain"],
+            message["holds_nothing"],
         )
 
     @classmethod

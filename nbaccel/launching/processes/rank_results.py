@@ -135,6 +135,8 @@ class RankResults:
         Values that cannot be rebuilt here are missing, and are added to the rank's report as missing.
         """
         report = self.reports[self.task.result_rank if rank is None else rank]
+        if report is not None and report.plain is not None:
+            return Returned({name.removeprefix("out:"): value for name, value in report.plain.items()})
         if report is None or report.payload_fd < 0:
             return Returned()
         task = self.task

@@ -82,7 +82,7 @@ def finishing_s(is_stepping: bool, last_step_s: float) -> float:
 
 
 class ShutdownPolicy:
-    """Releases ranks once all have reported; the base class of the other policies."""
+    """Releases ranks once all have reported, or none needs them any more; the base class of the other policies."""
 
     def __init__(self, members: Sequence[WorkerHandle], now: float) -> None:
         self.members = members
@@ -90,8 +90,9 @@ class ShutdownPolicy:
 
     def advance(self, now: float) -> None:
         """Do what is due at `now`."""
-        if not any(member.is_working for member in self.members):
-            for member in self.members:
+        is_over = not any(member.is_working for member in self.members)
+        for member in self.members:
+            if is_over or (member.report is not None and member.report.holds_nothing):
                 member.release(now)
         self._reap_the_slow(now)
 

@@ -31,6 +31,7 @@ from nbaccel.namespace.event_files import open_again_at_first_use
 from nbaccel.namespace.threads import is_of
 
 __all__ = [
+    "LOST_THREADS",
     "LostThreads",
     "put_aside",
     "what_closes_itself",
@@ -314,7 +315,7 @@ _IDLE_TICKS = 10
 _WAKE_NOBODY = ("tqdm", "multiprocessing.queues")
 """Modules whose threads in a rank only write."""
 
-_WATCH = "nbaccel-lost-threads"
+LOST_THREADS = "nbaccel-lost-threads"
 """The thread of the project that `threading` knows and that wakes no waiting thread. Others do: one writes a checkpoint
 that the program waits for."""
 
@@ -342,7 +343,7 @@ class LostThreads:
     def start(self) -> None:
         """Begin to watch, in a thread; a notebook without threads of its own needs no watch."""
         if self._names:
-            threading.Thread(target=self._run, name=_WATCH, daemon=True).start()
+            threading.Thread(target=self._run, name=LOST_THREADS, daemon=True).start()
 
     def _run(self) -> None:
         seen: tuple[int, int, int] | None = None
@@ -368,7 +369,7 @@ class LostThreads:
     def _may_be_woken(self) -> bool:
         """Return whether a thread of the rank is left that may signal what the main thread waits for."""
         others = [each for each in threading.enumerate() if each is not threading.main_thread()]
-        return any(each.name != _WATCH and not is_of(each, _WAKE_NOBODY) for each in others)
+        return any(each.name != LOST_THREADS and not is_of(each, _WAKE_NOBODY) for each in others)
 
     def _awaited_in_vain(self, frame: FrameType) -> Any:
         """Return the condition or lock that no thread is left to signal; None if a thread may do it."""

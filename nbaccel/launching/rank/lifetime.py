@@ -3,7 +3,7 @@
 `DeathWatch` ends the rank's session when the kernel is gone, `SaveGrace` gives a rank that saves itself time for a last
 checkpoint before, and `CutWatch` ends a wait in the device that would never end. `ExitFunctions` runs last, in the
 ranks of notebooks: it ends the rank's own exit functions, threads and children, and nothing inherited.
-`end_as_the_interpreter` ends those of `nbaccel launch`.
+`end_as_the_interpreter` ends those of `nbaccel launch`. `OwnHoldings` says whether it may run before all have reported.
 
 Reasons: docs/design/starting-ranks.md
 """
@@ -39,6 +39,7 @@ from nbaccel.base.gpu_driver import has_gpu_driver
 from nbaccel.launching.ipc.control import SAVE_GRACE_S, ControlPage
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.reaper import kill_session
+from nbaccel.launching.rank.inherited import LOST_THREADS
 from nbaccel.launching.rank.process_setup import StacksOnRequest
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "CutWatch",
     "DeathWatch",
     "ExitFunctions",
+    "OwnHoldings",
     "SaveGrace",
     "end_as_the_interpreter",
 ]
@@ -217,7 +219,7 @@ class CutWatch(RankPart):
             renew(*running.renewal)
         self._stays = running.task.home is not None
         if self._thread is None and (uses_device() or has_gpu_driver()):
-            self._thread = threading.Thread(target=self._run, name="nbaccel-cut", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=_CUT, daemon=True)
             self._thread.start()
         self._say_that_it_hears()
         is_cut = self._page.is_cut or is_aborted()
@@ -303,6 +305,55 @@ def _obstacle() -> str:
         return "nothing of ours formed their groups"
     own = len(sys.modules["torch.distributed"].distributed_c10d._world.pg_map) - 1
     return f"{own} process group(s) of the program's own (new_group, a device mesh) are lost" if own > 0 else ""
+
+
+_CUT = "nbaccel-cut"
+_WATCHES = (_CUT, LOST_THREADS)
+"""Threads that every rank may have, and that do nothing for another one."""
+
+
+class OwnHoldings:
+    """Finds out whether a rank's program has left something that ends with the process, and that others may still use.
+
+    Descriptors (connections, shared memory, locks of files), threads, child processes and exit functions are that. A
+    rank without any ends as soon as it has reported: the system takes milliseconds to take its memory apart, and does
+    so while other ranks work.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[frozenset[str], int] | None = None
+
+    def begin(self) -> None:
+        """Record what the rank has before its first task."""
+        self._before = _descriptors(), _exit_functions()
+
+    def are_empty(self) -> bool:
+        """Return whether nothing has been added that is there still."""
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            is_alone = {each.name for each in threading.enumerate()} <= {threading.main_thread().name, *_WATCHES}
+            return is_alone and self._before == (_descriptors(), _exit_functions())
+        return False
+
+
+def _descriptors() -> frozenset[str]:
+    """Return the open descriptors of this process, each with what it leads to."""
+    folder = "/proc/self/fd"
+    with contextlib.suppress(OSError):
+        numbers = os.listdir(folder)
+        leads_to = []
+        for number in numbers:
+            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+                leads_to.append(f"{number} {os.readlink(f'{folder}/{number}')}")
+        return frozenset(leads_to)
+    return frozenset()
+
+
+def _exit_functions() -> int:
+    own: Any = atexit
+    count: int = own._ncallbacks()
+    return count
 
 
 _EXIT_S = 10.0

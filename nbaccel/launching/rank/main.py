@@ -35,7 +35,7 @@ from nbaccel.launching.rank.connections import explain
 from nbaccel.launching.rank.debugger import debugging
 from nbaccel.launching.rank.inherited import LostThreads, put_aside
 from nbaccel.launching.rank.jupyter import adopt_notebook, flush_figures, reload_modules
-from nbaccel.launching.rank.lifetime import DeathWatch, ExitFunctions, SaveGrace
+from nbaccel.launching.rank.lifetime import DeathWatch, ExitFunctions, OwnHoldings, SaveGrace
 from nbaccel.launching.rank.parts import RankParts
 from nbaccel.launching.rank.process_setup import (
     ChildHandler,
@@ -123,7 +123,8 @@ class Rank:
         self._ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(self._ring, self._gate, calls, grace)
         self.reporter.route(TrainingMode, self.parts.flags.take)
-        self._report = TaskReport(boot.world, self.parts, calls)
+        self._holdings = OwnHoldings()
+        self._report = TaskReport(boot.world, self.parts, calls, self._holdings)
         self._task_watch: TaskWatch | None = None
         self._excluded_ranks: Sequence[int] = ()
         self._renewal: tuple[int, int] | None = None
@@ -157,10 +158,11 @@ class Rank:
         self._exit_worker.install()
         restore_signals()
         self.interrupt.install()
-        self._spare_files.keep()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self.reporter.start()
         self.parts.install()
+        self._holdings.begin()
+        self._spare_files.keep()  # after that: a report is sent without them
 
     def live(self, make_task: Callable[[], Task], is_fork: bool) -> int:
         """Run the task and report, again while the kernel has more tasks; then end the rank; return the exit code."""
@@ -230,9 +232,9 @@ class Rank:
     def _await_order(self) -> tuple[dict[str, Any], int] | None:
         """Return the kernel's next task, or None to end.
 
-        It comes when the kernel has the reports of all ranks. A rank that ended at once would close its connections
-        under peers that are still forming the group. The wait also ends when the kernel's end of the channel closes, or
-        by the death watch.
+        It comes when the kernel has the reports of all ranks, or at once to a rank that holds nothing of use to others
+        (`OwnHoldings`). Another one that ended at once would close its connections under peers that are still forming
+        the group. The wait also ends when the kernel's end of the channel closes, or by the death watch.
         """
         with self._watch.at_rest():
             self.reporter.rest()

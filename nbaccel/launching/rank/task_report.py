@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -16,16 +16,19 @@ from nbaccel.base.world import World
 from nbaccel.launching.ipc.channel import Channel
 from nbaccel.launching.ipc.reports import StackSnapshot, describe
 from nbaccel.launching.ipc.spec import Results, Task
-from nbaccel.launching.rank.lifetime import SPOILT
+from nbaccel.launching.rank.lifetime import SPOILT, OwnHoldings
 from nbaccel.launching.rank.parts import RankParts
 from nbaccel.launching.rank.separate_trainings import sequence_number
 from nbaccel.launching.rank.sharded_results import sharded_tensors
 from nbaccel.launching.rank.stack_snapshot import CallLog, is_data, left_behind, scenes
 from nbaccel.namespace.inventory import ObjectPlace
 from nbaccel.namespace.kind import PLAIN, Change
-from nbaccel.namespace.payload import pack_what_can_travel
+from nbaccel.namespace.payload import Payload, pack_what_can_travel
 
 __all__ = ["TaskReport"]
+
+_SINGLETONS = frozenset({type(None), bool})
+"""Types whose objects a text names exactly: the message has them, and a rank copies a hundred pages less."""
 
 
 class TaskReport:
@@ -35,10 +38,12 @@ class TaskReport:
         world: That of the rank.
         parts: The parts of the rank, whose facts go along.
         calls: The last collectives of the rank.
+        holdings: What others may still use of the rank.
     """
 
-    def __init__(self, world: World, parts: RankParts, calls: CallLog) -> None:
+    def __init__(self, world: World, parts: RankParts, calls: CallLog, holdings: OwnHoldings) -> None:
         self._world = world
+        self._holdings = holdings
         self._parts = parts
         self._calls = calls
 
@@ -67,33 +72,27 @@ class TaskReport:
         changes = {f"change:{number}": change for number, change in enumerate(results.changes)}
         home = None if task is None else task.home
         packed = values | changes | ({} if error is None else {"error": error})
-        leads_on = any(type(each) not in PLAIN for each in packed.values())
-        payload, refused = pack_what_can_travel(
-            packed,
-            by_reference=task.by_reference() if task is not None and leads_on else {},
-            namespace=None if task is None else task.namespace,
-            as_written=True,
-            places=results.places,
-            may_lack=values.keys() if results.may_lack else (),
-            sharded=sharded_tensors(results, self._world.world_size),
-        )
+        is_plain = not results.parts and all(type(value) in _SINGLETONS for value in packed.values())
+        payload, refused = (None, {}) if is_plain else self._packed(packed, values.keys(), results, task)
         missing = dict(results.missing) | {
             name.removeprefix("out:"): reason
             for name, reason in refused.items()
             if name.startswith("out:") and name.removeprefix("out:") not in results.optional
         }
+        lacks = {} if payload is None else payload.lacks
         sys.stdout.flush()
         sys.stderr.flush()
         message: dict[str, Any] = {
             "op": "done",
             "status": status,
+            "plain": packed if is_plain else None,
             "missing": missing,
             "facts": {
                 **results.facts,
                 "stayed": {
                     _place_of_change(key, changes): why for key, why in refused.items() if key.startswith("change:")
                 },
-                "lacks": {name.removeprefix("out:"): list(parts) for name, parts in payload.lacks.items()},
+                "lacks": {name.removeprefix("out:"): list(parts) for name, parts in lacks.items()},
                 **self._parts.facts(status, results),
             },
             "exit_code": error.code if isinstance(error, SystemExit) else None,
@@ -102,9 +101,31 @@ class TaskReport:
             "names": [] if home is None else list(home.namespace),
             "sequence": sequence_number(),
             "cut": cut,
+            "holds_nothing": payload is None and self._holdings.are_empty(),
         }
-        channel.send(message, [payload.fd])
-        os.close(payload.fd)
+        channel.send(message, [] if payload is None else [payload.fd])
+        if payload is not None:
+            os.close(payload.fd)
+
+    def _packed(
+        self, packed: dict[str, Any], names: Collection[str], results: Results, task: Task | None
+    ) -> tuple[Payload, dict[str, str]]:
+        """Pack values, and the names of those that cannot be sent with the reasons.
+
+        Args:
+            packed: All that goes back.
+            names: Those of it that the task has named.
+        """
+        leads_on = any(type(each) not in PLAIN for each in packed.values())
+        return pack_what_can_travel(
+            packed,
+            by_reference=task.by_reference() if task is not None and leads_on else {},
+            namespace=None if task is None else task.namespace,
+            as_written=True,
+            places=results.places,
+            may_lack=names if results.may_lack else (),
+            sharded=sharded_tensors(results, self._world.world_size),
+        )
 
     def _snapshot(self, trace: TracebackType | None, task: Task | None) -> StackSnapshot:
         """Return where the user's code ended."""
