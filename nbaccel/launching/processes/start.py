@@ -140,6 +140,8 @@ class ForkStart:
 
         _flush_open_files(self._files.written)
         collects = gc.isenabled()
+        if collects:
+            gc.collect(0)  # it would be due behind the forks, where each object that it looks at copies a page
         caller = CallingThread.capture()
         # A child of a thread that has run OpenMP waits for its pool:
         # https://github.com/pytorch/pytorch/issues/58962.

@@ -52,6 +52,9 @@ __all__ = [
     "end_as_the_interpreter",
 ]
 
+_EVERY_SIGNAL = signal.valid_signals()
+"""Made here, in the kernel: each number without a name raises an error in Python's own code, and copies pages."""
+
 _DYING_MS = 1000
 """Milliseconds to wait for the pidfd: a killed process closes its sockets before its pidfd reports its end."""
 
@@ -102,7 +105,7 @@ class DeathWatch:
         events.register(self._kernel_pidfd, select.POLLIN)
         events.register(self._channel_fd, 0)  # hang-up is always reported
         # A signal that the program blocks in its own threads must not be delivered to this one.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        signal.pthread_sigmask(signal.SIG_BLOCK, _EVERY_SIGNAL)
         stacks = self._stacks
         if stacks is not None and stacks.questions is not None:
             events.register(stacks.questions, select.POLLIN)
