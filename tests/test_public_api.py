@@ -66,7 +66,7 @@ def test_a_first_step_alone_loads_what_it_needs() -> None:
     assert {name.partition(".")[0] for name in loaded} == {"nbaccel", "resource"}
     elsewhere = ("cli", "display", "launch", "notebook", "output", "testing", "features.")
     assert not [name for name in loaded if name.startswith(tuple(f"nbaccel.{room}" for room in elsewhere))]
-    later = ("strategies.replicated", "checkpoint.saving", "checkpoint.loading", "checkpoint.content", "tracker_hub")
+    later = ("strategies.replicated", "checkpoint.saving", "checkpoint.loading", "checkpoint.content")
     assert not {f"nbaccel.train.{each}" for each in later} & {*loaded}
 
 

@@ -73,6 +73,7 @@ _TABLE = {  # "module:object", below this package
     # tasks of ranks
     "a cell that saves itself": "cell_checkpoints.saving_task:SavingCellTask",
     # trackers
+    "log_with": "trackers.tracker_hub:Trackers",
     "log_with=aim": "trackers.aim:Aim",
     "log_with=clearml": "trackers.clearml:ClearML",
     "log_with=comet_ml": "trackers.comet_ml:Comet",
@@ -99,6 +100,8 @@ _TABLE = {  # "module:object", below this package
     "Accelerator.find_batch_size": "batch_size.planner:BatchSizePlanner",
     "Accelerator.forward_backward": "micro_batches.forward_backward:StepRecovery",
     "Accelerator.forward_backward(micro_batch_size='auto')": "batch_size.planner:find_micro_batch_size",
+    "gradients for forward_backward": "micro_batches.lent_gradients:Gradients",
+    "gradients of DDP for forward_backward": "micro_batches.gradient_buckets:lend_of_replicas",
     "Accelerator.map": "map.map_worker:map_in_ranks",
     "Accelerator.prepare(device_map=...)": "big_models.map_of_rank:place_for_rank",
     # what meets a library in ranks, by the library's name

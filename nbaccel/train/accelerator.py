@@ -69,6 +69,7 @@ from nbaccel.train.step.kwargs_handlers import (
 )
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.step.raw_loop_hooks import step_back, step_under_way
+from nbaccel.train.step.readings import averaged, detached, is_plain
 from nbaccel.train.strategies.single import plainly_named
 
 if TYPE_CHECKING:
@@ -77,11 +78,11 @@ if TYPE_CHECKING:
     from nbaccel.features.map import Answers
     from nbaccel.features.micro_batches.forward_backward import StepRecovery
     from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin
+    from nbaccel.features.trackers.tracker_hub import LogWith, Trackers
     from nbaccel.train.data.dispatch import SliceFunction
     from nbaccel.train.oom.memory.free_memory import Freed
     from nbaccel.train.oom.memory.meters import PeakGauge
     from nbaccel.train.oom.microbatch.slicing import SplitFunction
-    from nbaccel.train.tracker_hub import LogWith, Trackers
 
 __all__ = ["Accelerator"]
 
@@ -1316,14 +1317,18 @@ class Accelerator(ProcessControl):
 
     @cached_property
     def _trackers(self) -> Trackers:
-        from nbaccel.train.tracker_hub import Trackers  # few programs log to any
+        trackers: Trackers = feature("log_with")()
+        return trackers
 
-        return Trackers()
+    @property
+    def _has_trackers(self) -> bool:
+        """True if the program has said anything about trackers."""
+        return "_trackers" in vars(self)
 
     @property
     def log_with(self) -> list[str | GeneralTracker]:
         """The trackers that were chosen, as the program named them; set it before `init_trackers`."""
-        return list(self._trackers.chosen)
+        return list(self._trackers.chosen) if self._has_trackers else []
 
     @log_with.setter
     def log_with(self, log_with: LogWith) -> None:
@@ -1335,7 +1340,7 @@ class Accelerator(ProcessControl):
 
         A program may set trackers that it has opened itself.
         """
-        return self._trackers.opened(self.is_main_process)
+        return self._trackers.opened(self.is_main_process) if self._has_trackers else []
 
     @trackers.setter
     def trackers(self, trackers: Sequence[GeneralTracker]) -> None:
@@ -1365,10 +1370,9 @@ class Accelerator(ProcessControl):
             >>> accelerator = Accelerator(log_with="jsonl", project_dir="runs")
             >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
         """
-        from nbaccel.train.tracker_hub import TrackingPlan
-
-        plan = TrackingPlan(project_name, dict(config or {}), dict(init_kwargs or {}), self.logging_dir)
-        self._trackers.open(plan, self.is_main_process)
+        self._trackers.begin(
+            project_name, dict(config or {}), dict(init_kwargs or {}), self.logging_dir, self.is_main_process
+        )
 
     def log(
         self,
@@ -1399,7 +1403,12 @@ class Accelerator(ProcessControl):
             self._trackers.log_as_it_is(values, step, log_kwargs or {}, self.trackers)
             return
         at = self._step_under_way() if step is None else step
-        self._trackers.log(values, at, step, log_kwargs or {}, self.state, average)
+        row = dict(values) if is_plain(values) else detached(values)
+        if average and self.num_processes > 1:
+            row = averaged(row, self.state)
+        reports.record_metric(row, at)
+        if "_trackers" in self.__dict__:  # without a call: some programs log in each step
+            self._trackers.log(row, at, step, log_kwargs or {}, self.state)
 
     def phase(self, name: str) -> None:
         """Begin a phase of the run, which is shown separately, with new curves and a new time estimate. Any rank may
@@ -1690,7 +1699,8 @@ class Accelerator(ProcessControl):
             >>> accelerator.log({"loss": 0.5})  # doctest: +SKIP
             >>> accelerator.end_training()  # doctest: +SKIP
         """
-        self._trackers.finish()
+        if self._has_trackers:
+            self._trackers.finish()
         self._lifecycle.end()
         self.state.destroy_process_group()
 

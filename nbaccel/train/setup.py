@@ -41,10 +41,9 @@ _AT_FIRST_USE = (
     "nbaccel.train.prepare.unaveraged",
     "nbaccel.train.step.recompute",
     "nbaccel.train.strategies.replicated",
-    "nbaccel.train.tracker_hub",
 )
-"""Modules that a script loads when it first needs one of them: a checkpoint, several ranks, a stream, a tracker, blocks
-to recompute, the sentence about a name of Accelerate's."""
+"""Modules that a script loads when it first needs one of them: a checkpoint, several ranks, a stream, blocks to
+recompute, the sentence about a name of Accelerate's."""
 
 for _module in _AT_FIRST_USE:
     importlib.import_module(_module)

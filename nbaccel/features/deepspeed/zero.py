@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -37,11 +37,12 @@ from nbaccel.features.deepspeed.reduced_parts import ReducedParts
 from nbaccel.train.checkpoint.model_weights import with_tied
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.step.gradient_buckets import running_statistics
-from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision, Taken
-from nbaccel.train.strategies.single import INSTEAD, Strategy, without_compile
+from nbaccel.train.strategies.single import INSTEAD, Strategy, running_statistics, without_compile
+
+if TYPE_CHECKING:
+    from nbaccel.features.micro_batches.lent_gradients import Gradients
 
 __all__ = ["ZeroPartitioned"]
 

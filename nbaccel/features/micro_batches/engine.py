@@ -27,6 +27,7 @@ from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.base.quantised import base_of
 from nbaccel.base.world import World
 from nbaccel.errors import CannotSplit, PeerFailed
+from nbaccel.features.micro_batches.lent_gradients import Gradients, StepReport
 from nbaccel.features.micro_batches.loss_weights import shifts_labels
 from nbaccel.features.micro_batches.sizes import MicroBatches
 from nbaccel.features.micro_batches.snapshot import ForwardSnapshot
@@ -34,7 +35,6 @@ from nbaccel.features.micro_batches.task import MicroBatch, MicroBatchTask, Shor
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.oom.memory.release import release_unused
 from nbaccel.train.step.accumulation import StepClock
-from nbaccel.train.step.gradients import Gradients, StepReport
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.features.micro_batches.engine import OpenWindow, StepEngine, judge, mean_of_parts
+from nbaccel.features.micro_batches.lent_gradients import Gradients, StepReport
 from nbaccel.features.micro_batches.task import MicroBatch, MicroBatchTask, Shortage, Work
 from nbaccel.features.retry.group_recovery import GroupRecovery
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.memory.release import release_unused
-from nbaccel.train.step.gradients import Gradients, StepReport
 
 __all__ = ["LockStepEngine"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,13 +28,22 @@ from nbaccel.features.sharded.recovery import abandon, move_to_groups, why_not
 from nbaccel.features.sharded.replacements import Replacements, make_whole
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives, GroupCollectives
-from nbaccel.train.step.gradient_buckets import running_statistics
-from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.replicated import living_modules
-from nbaccel.train.strategies.single import INSTEAD, Strategy, gradients_of, is_parallel, is_sharded, without_compile
+from nbaccel.train.strategies.single import (
+    INSTEAD,
+    Strategy,
+    gradients_of,
+    is_parallel,
+    is_sharded,
+    running_statistics,
+    without_compile,
+)
+
+if TYPE_CHECKING:
+    from nbaccel.features.micro_batches.lent_gradients import Gradients
 
 __all__ = ["FullySharded"]
 
@@ -234,7 +243,7 @@ class FullySharded(Strategy):
                 "forward_backward repeats a batch that did not fit, on all ranks where a model is sharded (FSDP), and "
                 f"{reason}. {INSTEAD}"
             )
-        return Gradients(plain)
+        return super().lend_gradients(plain, collectives)
 
     def abandon(self, models: Sequence[Module]) -> None:
         for model in map(without_compile, models):

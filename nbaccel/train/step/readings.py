@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nbaccel.train.distributed.nested import map_children
 
-__all__ = ["LearningRates", "Reading", "is_plain"]
+if TYPE_CHECKING:
+    from nbaccel.train.distributed.process_control import ProcessControl
+
+__all__ = ["LearningRates", "Reading", "averaged", "detached", "is_plain"]
 
 _PLAIN = frozenset({bool, float, int, str, type(None)})
 """Types that contain no tensors, as most values are: looking for containers in them costs a microsecond each."""
@@ -24,6 +27,26 @@ _PLAIN = frozenset({bool, float, int, str, type(None)})
 def is_plain(values: Mapping[str, Any]) -> bool:
     """Return whether all `values` are numbers or strings, so that nothing has to be waited for or searched."""
     return _PLAIN.issuperset(map(type, values.values()))
+
+
+def averaged(values: Mapping[str, Any], process: ProcessControl) -> dict[str, Any]:
+    """Return a row with the means of all ranks of its numbers, in one exchange. Collective.
+
+    In float64 where the device has it: counts are exact up to 2**53."""
+    dtype = torch.float32 if process.device.type == "mps" else torch.float64
+    numbers = {
+        name: torch.as_tensor(value, dtype=dtype, device=process.device).reshape(())
+        for name, value in values.items()
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+    if not numbers:
+        return dict(values)
+    means = process.collectives.reduce(torch.stack(list(numbers.values())), "mean")
+    return {**values, **dict(zip(numbers, means.unbind(), strict=True))}
+
+
+def detached(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 class Reading:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,18 @@ from nbaccel.base.exchange_time import EVERY, MEASURED, exchange_clock
 from nbaccel.base.quantised import base_of
 from nbaccel.base.task_end import before_results_leave
 from nbaccel.errors import CollectiveMismatch
+from nbaccel.features import feature
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.store_exchange import StoreExchange
 from nbaccel.train.distributed.transport import collective_counter, group_timeout
-from nbaccel.train.step.gradient_buckets import Buckets
-from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import DDPCommunicationHookType
 from nbaccel.train.strategies.ddp_options import explain_twice_ready, explain_unused
-from nbaccel.train.strategies.single import IGNORED, Strategy, is_parallel, lendable, waiting_names, without_compile
+from nbaccel.train.strategies.single import IGNORED, Strategy, is_parallel, waiting_names, without_compile
+
+if TYPE_CHECKING:
+    from nbaccel.features.micro_batches.gradient_buckets import Buckets
+    from nbaccel.features.micro_batches.lent_gradients import Gradients
 
 __all__ = ["Reduction", "Replica", "Replicated", "living_modules"]
 
@@ -159,7 +162,7 @@ class Replica(DistributedDataParallel):
         changes: How often these have become others.
     """
 
-    lent_to: Gradients | None = None
+    lent_to: Buckets | None = None
 
     def __init__(self, module: Module, **options: Any) -> None:
         super().__init__(module, **options)
@@ -433,7 +436,7 @@ class Replicated(Strategy):
     def alone(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
         if isinstance(module, Replica) and module.lent_to is not None:
-            return _AloneWithBuckets(module.lent_to)
+            return module.lent_to.alone()
         return _Alone(module) if isinstance(module, DistributedDataParallel) else self.no_sync(model)
 
     @contextmanager
@@ -448,7 +451,7 @@ class Replicated(Strategy):
             for replica in replicas:
                 if isinstance(replica, Replica) and replica.lent_to is not None:
                     # Only the ranks that call the model would take them back.
-                    stack.enter_context(_KeepLent(replica.lent_to))
+                    stack.enter_context(replica.lent_to.staying())
                 stack.enter_context(_Alone(replica))
             yield
 
@@ -479,27 +482,8 @@ class Replicated(Strategy):
                 _announce(module)
 
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
-        replicas = lendable(models, Replica)
-        collectives.agree(f"forward_backward with {', '.join(type(replica.module).__name__ for replica in replicas)}")
-
-        def take_back() -> None:
-            for replica in replicas:
-                replica.build_buckets()
-                self._compress(replica)
-
-        for replica in replicas:
-            replica.free_buckets()  # before ours are made: the two never exist together
-        options = self.handlers.ddp
-        gradients = Buckets(
-            [replica.module for replica in replicas],
-            collectives,
-            cap_bytes=options.bucket_cap_mb << 20,
-            is_main=self.world.is_main_process,
-            sends_statistics=options.broadcast_buffers,
-            on_return=take_back,
-        )
-        for replica in replicas:
-            replica.lent_to = gradients
+        lend = feature("gradients of DDP for forward_backward")
+        gradients: Gradients = lend(models, collectives, self.handlers.ddp, self.world.is_main_process, self._compress)
         return gradients
 
     def unwrap(self, model: Module) -> Module:
@@ -585,42 +569,6 @@ class _Alone:
 
     def __exit__(self, *exception: object) -> None:
         self._module.require_backward_grad_sync, self._module.require_forward_param_sync = self._before
-
-
-class _KeepLent:
-    """Lets forwards with gradients be as those of `forward_backward`, so that lent gradients stay lent."""
-
-    __slots__ = ("_before", "_gradients")
-
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
-
-    def __enter__(self) -> None:
-        self._before = self._gradients.is_busy
-        self._gradients.is_busy = True
-
-    def __exit__(self, *exception: object) -> None:
-        self._gradients.is_busy = self._before
-
-
-class _AloneWithBuckets:
-    """Puts gradients into the buckets of `forward_backward`, as in training, and does not exchange them."""
-
-    __slots__ = ("_gradients", "_opened")
-
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
-
-    def __enter__(self) -> None:
-        self._opened = not self._gradients.is_open
-        if self._opened:
-            self._gradients.open()
-        self._gradients.is_busy = True
-
-    def __exit__(self, *exception: object) -> None:
-        self._gradients.is_busy = False
-        if self._opened:
-            self._gradients.discard()
 
 
 class _Reduce:

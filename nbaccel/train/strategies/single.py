@@ -1,30 +1,32 @@
 """Interface of a way to distribute a model, and its default, a single device. Runs in ranks.
 
-`lendable` decides whose gradients `forward_backward` may take over, and explains a refusal: a rank may repeat a forward
-alone only if nothing in it waits for peers. These functions inspect modules; they run none.
+The functions at its end inspect modules; they run none.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module, SyncBatchNorm
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbaccel.base.world import World
-from nbaccel.errors import CannotSplit
+from nbaccel.features import feature
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision, Taken, make_precision
+
+if TYPE_CHECKING:
+    from nbaccel.features.micro_batches.lent_gradients import Gradients
 
 __all__ = [
     "IGNORED",
@@ -33,9 +35,9 @@ __all__ = [
     "gradients_of",
     "is_parallel",
     "is_sharded",
-    "lendable",
     "plain_name",
     "plainly_named",
+    "running_statistics",
     "waiting_names",
     "without_compile",
 ]
@@ -245,7 +247,8 @@ class Strategy:
         Raises:
             CannotSplit: A model exchanges something in its forward, or its gradients are not ours to lend.
         """
-        return Gradients([self.unwrap(model) for model in models])
+        gradients: Gradients = feature("gradients for forward_backward")([self.unwrap(model) for model in models])
+        return gradients
 
     def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
         """Step an optimizer.
@@ -414,49 +417,18 @@ def plainly_named(state: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-_M = TypeVar("_M", bound=Module)
-
 INSTEAD = (
     "For this model use accelerator.backward; if that does not fit into memory, find_executable_batch_size tries "
     "smaller batches on all ranks, and %%accelerate --oom shrink starts the cell again with smaller ones."
 )
 
 
-def lendable(models: Sequence[Module], kind: type[_M]) -> list[_M]:
-    """Return those of `models` that exchange gradients, without ``torch.compile``; all are of the class `kind`.
-
-    Raises:
-        CannotSplit: One of them cannot run in micro-batches; gives the reason, and an alternative.
-    """
-    found: list[_M] = []
-    for model in map(without_compile, models):
-        for name, module in model.named_modules():
-            if isinstance(module, SyncBatchNorm):
-                raise CannotSplit(
-                    f"forward_backward cannot lead {_name(model)}: {name.removeprefix('module.')} is a SyncBatchNorm, "
-                    "which exchanges statistics in every forward. A rank that ran out of memory would repeat its "
-                    f"forward alone, and wait for peers that do not. BatchNorm and GroupNorm work. {INSTEAD}"
-                )
-            if is_sharded(module):
-                raise CannotSplit(
-                    f"forward_backward cannot lead {_name(model)}: it is sharded (FSDP), so every forward gathers its "
-                    "parameters from all ranks. A rank that ran out of memory would repeat its forward alone, and "
-                    f"wait for peers that do not. {INSTEAD}"
-                )
-        devices = sorted({str(parameter.device) for parameter in model.parameters() if parameter.requires_grad})
-        if len(devices) > 1:
-            raise CannotSplit(
-                f"forward_backward cannot lead {_name(model)}: what it trains is on {' and '.join(devices)}, and "
-                f"gradients of one device are exchanged. {INSTEAD}"
-            )
-        if isinstance(model, kind):
-            found.append(model)
-        elif is_parallel(model):
-            raise CannotSplit(
-                f"forward_backward exchanges gradients itself, and {_name(model)} came to prepare inside a "
-                f"DistributedDataParallel of the program's own: hand prepare the bare model. {INSTEAD}"
-            )
-    return found
+def running_statistics(models: Sequence[Module]) -> Iterator[Tensor]:
+    """Yield the running statistics of the normalisation layers of `models`."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, _NormBase):
+                yield from module.buffers(recurse=False)
 
 
 def is_parallel(model: Module) -> bool:
@@ -482,10 +454,6 @@ def is_sharded(module: Module) -> bool:
         kind.__name__ in ("FullyShardedDataParallel", "FSDPModule") and kind.__module__.startswith("torch.distributed")
         for kind in type(module).__mro__
     )
-
-
-def _name(model: Module) -> str:
-    return type(model.module if isinstance(model, DistributedDataParallel) else model).__name__
 
 
 def _warn_if_emulated(device: torch.device) -> None:

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import Accelerator, LocalSGD
 from nbaccel.base.events import Event, Loss, OutOfMemory, StepEntered, outlet
 from nbaccel.errors import CannotSplit, NotPrepared, PeerFailed, RunStopped
+from nbaccel.features.micro_batches.gradient_buckets import lendable
 from nbaccel.testing import MemLimit, run_ranks
-from nbaccel.train.strategies.single import lendable
 from shortages import Shortage, Training, batch_of, labelled, relative_error
 
 SAMPLES = 56  # 14 batches of 4

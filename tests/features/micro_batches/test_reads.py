@@ -13,13 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbaccel import Accelerator
-from nbaccel.features.micro_batches import loss_weights
+from nbaccel.features.micro_batches import gradient_buckets, loss_weights
 from nbaccel.features.micro_batches.engine import mean_of_parts
+from nbaccel.features.micro_batches.gradient_buckets import Buckets, Words, make_words
+from nbaccel.features.micro_batches.lent_gradients import StepReport
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.step import gradient_buckets
-from nbaccel.train.step.gradient_buckets import Buckets, Words, make_words
-from nbaccel.train.step.gradients import StepReport
 from shortages import Training, batch_of, labelled
 
 _CUDA = torch.device("cuda", 0)

@@ -24,9 +24,9 @@ from gpu.facts import fact, tell_cases
 from nbaccel import Accelerator
 from nbaccel.base.failures import can_retry
 from nbaccel.base.world import World
+from nbaccel.features.micro_batches.gradient_buckets import Buckets
+from nbaccel.features.micro_batches.lent_gradients import StepReport
 from nbaccel.train.distributed.process_group import GroupOptions, process_group
-from nbaccel.train.step.gradient_buckets import Buckets
-from nbaccel.train.step.gradients import StepReport
 
 _ON_HOST_BYTES = 3_000_000
 _TURNS, _STEPS, _SIZE = 12, 5, 8

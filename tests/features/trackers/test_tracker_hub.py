@@ -188,7 +188,9 @@ def test_averages_are_exact_for_counts_and_leave_one_process_alone() -> None:
 def test_a_rank_that_does_not_track_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def counts() -> int:
         read: list[Any] = []
-        monkeypatch.setattr("nbaccel.train.tracker_hub.Reading", lambda values: read.append(values) or Reading(values))
+        monkeypatch.setattr(
+            "nbaccel.features.trackers.tracker_hub.Reading", lambda values: read.append(values) or Reading(values)
+        )
         accelerator = Accelerator(log_with=Kept())
         accelerator.init_trackers("digits")
         accelerator.log({"loss": torch.ones(())})
@@ -346,7 +348,7 @@ def test_rows_wait_for_their_device_in_order_and_the_step_does_not(monkeypatch: 
             super().__init__(values)
             self._arrivals = {torch.device("cuda"): late} if "slow" in values else {}
 
-    monkeypatch.setattr("nbaccel.train.tracker_hub.Reading", Slow)
+    monkeypatch.setattr("nbaccel.features.trackers.tracker_hub.Reading", Slow)
     accelerator.log({"slow": torch.ones(())}, step=0)
     accelerator.log({"quick": 2}, step=1)
     assert kept.rows == [("start",)]

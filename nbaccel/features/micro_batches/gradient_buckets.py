@@ -9,23 +9,29 @@ repeats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn import Module, Parameter, SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
+from nbaccel.errors import CannotSplit
+from nbaccel.features.micro_batches.lent_gradients import Gradients, StepReport, copies_of
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.step.gradients import Gradients, StepReport, copies_of
+from nbaccel.train.step.kwargs_handlers import DistributedDataParallelKwargs
+from nbaccel.train.strategies.replicated import Replica
+from nbaccel.train.strategies.single import INSTEAD, is_parallel, is_sharded, running_statistics, without_compile
 
 __all__ = [
     "Buckets",
     "Words",
+    "lend_of_replicas",
+    "lendable",
     "make_words",
-    "running_statistics",
 ]
 
 _WORDS = len(StepReport().numbers)
@@ -240,6 +246,50 @@ class Buckets(Gradients):
         super().give_back()
         self._on_return()
 
+    def staying(self) -> AbstractContextManager[None]:
+        """Return a block in which forwards of the program's own do not take the gradients back."""
+        return _StayLent(self)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a block in which gradients are put into the buckets, as in training, and not exchanged."""
+        return _AloneWithBuckets(self)
+
+
+class _StayLent:
+    """Lets forwards with gradients be as those of `forward_backward`, so that lent gradients stay lent."""
+
+    __slots__ = ("_before", "_gradients")
+
+    def __init__(self, gradients: Buckets) -> None:
+        self._gradients = gradients
+
+    def __enter__(self) -> None:
+        self._before = self._gradients.is_busy
+        self._gradients.is_busy = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._gradients.is_busy = self._before
+
+
+class _AloneWithBuckets:
+    """Puts gradients into the buckets, as in training, and does not exchange them."""
+
+    __slots__ = ("_gradients", "_opened")
+
+    def __init__(self, gradients: Buckets) -> None:
+        self._gradients = gradients
+
+    def __enter__(self) -> None:
+        self._opened = not self._gradients.is_open
+        if self._opened:
+            self._gradients.open()
+        self._gradients.is_busy = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._gradients.is_busy = False
+        if self._opened:
+            self._gradients.discard()
+
 
 def _grouped(parameters: Sequence[Parameter], cap_bytes: int) -> list[list[int]]:
     """Return the indices of each bucket's parameters: one dtype and device, at most `cap_bytes` unless a single one."""
@@ -271,12 +321,92 @@ def _view(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:
     return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 
-def running_statistics(models: Sequence[Module]) -> Iterator[Tensor]:
-    """Yield the running statistics of the normalisation layers of `models`."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, _NormBase):
-                yield from module.buffers(recurse=False)
+_M = TypeVar("_M", bound=Module)
+
+
+def lend_of_replicas(
+    models: Sequence[Module],
+    collectives: Collectives,
+    options: DistributedDataParallelKwargs,
+    is_main: bool,
+    compress: Callable[[Replica], None],
+) -> Buckets:
+    """Return the gradients of DDP's models, which has them again as soon as the program runs a forward of its own.
+
+    Collective.
+
+    Args:
+        options: Those of DDP.
+        is_main: This is rank 0.
+        compress: Registers the hook by which DDP sends gradients, after it has them again.
+
+    Raises:
+        CannotSplit: A model exchanges something in its forward, or its gradients are not ours to lend.
+    """
+    replicas = lendable(models, Replica)
+    collectives.agree(f"forward_backward with {', '.join(type(replica.module).__name__ for replica in replicas)}")
+
+    def take_back() -> None:
+        for replica in replicas:
+            replica.build_buckets()
+            compress(replica)
+
+    for replica in replicas:
+        replica.free_buckets()  # before ours are made: the two never exist together
+    gradients = Buckets(
+        [replica.module for replica in replicas],
+        collectives,
+        cap_bytes=options.bucket_cap_mb << 20,
+        is_main=is_main,
+        sends_statistics=options.broadcast_buffers,
+        on_return=take_back,
+    )
+    for replica in replicas:
+        replica.lent_to = gradients
+    return gradients
+
+
+def lendable(models: Sequence[Module], kind: type[_M]) -> list[_M]:
+    """Return those of `models` that exchange gradients, without ``torch.compile``; all are of the class `kind`.
+
+    A rank may repeat a forward alone only if nothing in it waits for peers.
+
+    Raises:
+        CannotSplit: One of them cannot run in micro-batches; gives the reason, and an alternative.
+    """
+    found: list[_M] = []
+    for model in map(without_compile, models):
+        for name, module in model.named_modules():
+            if isinstance(module, SyncBatchNorm):
+                raise CannotSplit(
+                    f"forward_backward cannot lead {_name(model)}: {name.removeprefix('module.')} is a SyncBatchNorm, "
+                    "which exchanges statistics in every forward. A rank that ran out of memory would repeat its "
+                    f"forward alone, and wait for peers that do not. BatchNorm and GroupNorm work. {INSTEAD}"
+                )
+            if is_sharded(module):
+                raise CannotSplit(
+                    f"forward_backward cannot lead {_name(model)}: it is sharded (FSDP), so every forward gathers its "
+                    "parameters from all ranks. A rank that ran out of memory would repeat its forward alone, and "
+                    f"wait for peers that do not. {INSTEAD}"
+                )
+        devices = sorted({str(parameter.device) for parameter in model.parameters() if parameter.requires_grad})
+        if len(devices) > 1:
+            raise CannotSplit(
+                f"forward_backward cannot lead {_name(model)}: what it trains is on {' and '.join(devices)}, and "
+                f"gradients of one device are exchanged. {INSTEAD}"
+            )
+        if isinstance(model, kind):
+            found.append(model)
+        elif is_parallel(model):
+            raise CannotSplit(
+                f"forward_backward exchanges gradients itself, and {_name(model)} came to prepare inside a "
+                f"DistributedDataParallel of the program's own: hand prepare the bare model. {INSTEAD}"
+            )
+    return found
+
+
+def _name(model: Module) -> str:
+    return type(model.module if isinstance(model, DistributedDataParallel) else model).__name__
 
 
 class Words:

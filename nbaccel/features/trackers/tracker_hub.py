@@ -1,4 +1,4 @@
-"""Tracking: sends what a program logs to the notebook's run, and to its trackers. Runs in ranks.
+"""Tracking: sends what a program logs to its trackers. Runs in ranks.
 
 `Trackers` owns the trackers of one process: it makes those that are named, passes rows on in their order, and closes
 them. Only rank 0 has any, except those that require every rank. It does not know what a tracker does with its rows.
@@ -14,10 +14,7 @@ from contextlib import ExitStack
 from types import NoneType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from nbaccel.base.events import Opened, emit, reports
+from nbaccel.base.events import Opened, emit
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.tracking import BlankTracker, GeneralTracker, LoggerType, without_none
 from nbaccel.base.values import frozen
@@ -117,6 +114,17 @@ class Trackers:
                 if plan.config:
                     tracker.store_init_configuration(dict(plan.config))
 
+    def begin(
+        self,
+        project_name: str,
+        config: Mapping[str, Any],
+        init_kwargs: Mapping[str, Mapping[str, Any]],
+        logging_dir: str | os.PathLike[str] | None,
+        is_main_process: bool,
+    ) -> None:
+        """Open the trackers by the arguments of `init_trackers`."""
+        self.open(TrackingPlan(project_name, config, init_kwargs, logging_dir), is_main_process)
+
     @property
     def is_foreign(self) -> bool:
         """True if another process opened them: one that this was forked or unpickled from."""
@@ -142,29 +150,23 @@ class Trackers:
         given_step: int | None,
         log_kwargs: Mapping[str, Mapping[str, Any]],
         process: ProcessControl,
-        average: bool,
     ) -> None:
-        """Report a row to the notebook, and to the trackers that `process` has. Collective with `average`.
+        """Pass a row on to the trackers of this process.
 
-        Trackers get it, and all rows before it, as soon as their numbers have arrived: at once where they are plain.
+        They get it, and all rows before it, as soon as their numbers have arrived: at once where they are plain.
 
         Args:
             given_step: The step that the program gave, if it did.
-            average: The values are means of all ranks.
         """
-        kept = dict(values) if is_plain(values) else _detached(values)
-        if average and process.num_processes > 1:
-            kept = _averaged(kept, process)
-        reports.record_metric(kept, step)
         if not self.are_used:
             return
         if self.is_foreign:
             self.open_here(process.is_main_process)
         rows = self._rows
-        if not rows and is_plain(kept):
-            _hand_over(kept, step, given_step, log_kwargs, self._opened)
+        if not rows and is_plain(values):
+            _hand_over(values, step, given_step, log_kwargs, self._opened)
         elif self._opened:
-            rows.append(_Row(Reading(kept), step, given_step, log_kwargs))
+            rows.append(_Row(Reading(values), step, given_step, log_kwargs))
             while rows and (rows[0].reading.has_arrived or len(rows) > _ROWS_IN_FLIGHT):
                 rows.popleft().hand_over(self._opened)
 
@@ -226,24 +228,6 @@ def _hand_over(
     for tracker in trackers:
         own_step = given_step if tracker.numbers_steps else step
         tracker.log(dict(kept), step=own_step, **log_kwargs.get(tracker.name, {}))
-
-
-def _averaged(values: Mapping[str, Any], process: ProcessControl) -> dict[str, Any]:
-    """Average all numbers in one exchange. In float64 where the device has it: counts are exact up to 2**53."""
-    dtype = torch.float32 if process.device.type == "mps" else torch.float64
-    numbers = {
-        name: torch.as_tensor(value, dtype=dtype, device=process.device).reshape(())
-        for name, value in values.items()
-        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    }
-    if not numbers:
-        return dict(values)
-    means = process.collectives.reduce(torch.stack(list(numbers.values())), "mean")
-    return {**values, **dict(zip(numbers, means.unbind(), strict=True))}
-
-
-def _detached(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _described(tracker: GeneralTracker, plan: TrackingPlan) -> str:
