@@ -178,13 +178,15 @@ def launch(
     return run
 
 
+_USUAL = RunOptions(start="auto", oom=STOP)
+
+
 def _origin(options: RunOptions) -> RunOrigin:
     """Return the arguments of `launch` that are not its defaults, in the words of the call."""
-    usual = RunOptions(start="auto", oom=STOP)
     given = {
         field.name: value
         for field in fields(options)
-        if (value := getattr(options, field.name)) not in (None, getattr(usual, field.name))
+        if (value := getattr(options, field.name)) not in (None, getattr(_USUAL, field.name))
     }
     words = ", ".join(f"{ARGUMENTS.get(name, name)}={value!r}" for name, value in given.items())
     return RunOrigin(words, {ARGUMENTS.get(name, name): str(value) for name, value in given.items()}, options.seed)

@@ -356,8 +356,27 @@ def load_once(
     if is_loaded:
         load()
         return
-    with no_collections(), ThreadPoolExecutor(1, "nbaccel-import") as loader:
+    with no_collections(), contextlib.ExitStack() as afterwards, ThreadPoolExecutor(1, "nbaccel-import") as loader:
         loader.submit(load).result()
+        afterwards.callback(_ThreadOfLittleMemory().end)
+
+
+class _ThreadOfLittleMemory:
+    """A thread that ends after another one, so that the next thread does not take over the memory of that one.
+
+    The C library gives a new thread the memory of the one that ended last. After imports its free places lie on
+    thousands of pages, and a rank, which goes on with the memory of the thread that forked it, copies a page for nearly
+    each of its allocations.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._is_over.wait, name="nbaccel-last", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
 
 
 _REAPER_S = 1.0

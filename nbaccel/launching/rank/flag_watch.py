@@ -104,7 +104,7 @@ class FlagWatch(RankPart):
             raise refused
         if flags and self.kind is None:
             self.kind = LoopKind.NOTHING
-            if not self._is_dry:
+            if self._speaks and not self._is_dry:
                 self._say(flags_found(flags, self.kind).lines)
 
     def leave(self) -> None:
