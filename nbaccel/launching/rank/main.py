@@ -39,12 +39,12 @@ from nbaccel.launching.rank.lifetime import DeathWatch, ExitFunctions, OwnHoldin
 from nbaccel.launching.rank.parts import RankParts
 from nbaccel.launching.rank.process_setup import (
     ChildHandler,
+    ForkCheck,
     Interrupt,
     SpareDescriptors,
     StacksOnRequest,
     raise_oom_score,
     restore_signals,
-    why_this_fork_fails,
 )
 from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.launching.rank.stack_snapshot import CallLog
@@ -112,6 +112,7 @@ class Rank:
         self.interrupt = Interrupt()
         self._written = written
         self._streams = RankStreams(boot)
+        self._fork_check = ForkCheck()
         self._exit_worker = ExitFunctions()
         self._children = ChildHandler()
         self._spare_files = SpareDescriptors()
@@ -166,7 +167,7 @@ class Rank:
 
     def live(self, make_task: Callable[[], Task], is_fork: bool) -> int:
         """Run the task and report, again while the kernel has more tasks; then end the rank; return the exit code."""
-        if is_fork and (why := why_this_fork_fails()) is not None:
+        if is_fork and (why := self._fork_check.why_it_fails()) is not None:
             self.channel.send({"op": "bad_fork", "why": why})  # nothing of the user's has run yet
             return 0
         self.interrupt.watch(partial(self.page.set_handler, self.rank))

@@ -4,7 +4,7 @@ The parts are independent of each other; the worker's runtime uses them. Signals
 runtime around it (`restore_signals`, `Interrupt`, `ChildHandler`). Ranks of one machine meet in a file
 (`meet_in_file`), are killed before the kernel when memory runs out (`raise_oom_score`), can always report
 (`SpareDescriptors`, `StacksOnRequest`), and do not hang in the end of a group (`keep_ended_groups`).
-`why_this_fork_fails` finds out whether the kernel's CUDA or autograd has broken the fork.
+`ForkCheck` finds out whether the kernel's CUDA or autograd has broken the fork.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from nbaccel.launching.ipc.user_code import ASK, question_path, stack_path
 
 __all__ = [
     "ChildHandler",
+    "ForkCheck",
     "Interrupt",
     "ProcessGroups",
     "SpareDescriptors",
@@ -52,7 +53,6 @@ __all__ = [
     "meet_over_the_network",
     "raise_oom_score",
     "restore_signals",
-    "why_this_fork_fails",
 ]
 
 
@@ -178,7 +178,8 @@ def meet_in_file(path: str, world: World, may_meet: Callable[[], None] = lambda:
 
     # torch.distributed has a function of the same name as this module, so the module is imported by its full name;
     # the public register_rendezvous_handler refuses a scheme that has a handler already.
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    name = "torch.distributed.rendezvous"
+    rendezvous: Any = sys.modules.get(name) or importlib.import_module(name)
     rendezvous._rendezvous_handlers["env"] = handler
 
 
@@ -354,22 +355,30 @@ _REFUSAL = "fork-based multiprocessing"
 """Part of autograd's error in a fork of a process in which it had threads for devices (torch's engine.cpp)."""
 
 
-def why_this_fork_fails() -> str | None:
-    """Return what breaks this rank, as half a sentence; None if nothing does.
+class ForkCheck:
+    """Finds what breaks a forked rank. Made before the fork: which devices there may be is known in the kernel.
 
-    The kernel's CUDA or autograd may have broken a fork. This function runs in forked ranks, before any code of the
-    user. The kernel has checked before it forked (`forkable.py`), by indirect signs; a cause that these do not show, or
-    that another thread of the kernel created in between, is found here by trying.
+    The kernel's CUDA or autograd may have broken a fork. The kernel has checked before it forked (`forkable.py`), by
+    indirect signs; a cause that these do not show, or that another thread of the kernel created in between, is found by
+    trying, before any code of the user.
 
     A CUDA driver that the kernel has not loaded is not loaded here either, and no backward is tried for it, which would
     count its devices: so variables that the user's code sets for it (CUDA_LAUNCH_BLOCKING) keep their effect.
     """
-    if _torch_says_so():
-        return "CUDA was already used in the notebook, as a forked rank found out"
-    driver = loaded_driver() if may_have_cuda() else None  # a search in all folders of libraries if it is not there
-    if driver is not None and driver.cuInit(0) == CUDA_ERROR_NOT_INITIALIZED:
-        return DRIVER_IS_IN_USE
-    return AUTOGRAD_HAS_THREADS if has_other_devices() and _autograd_refuses() else None
+
+    def __init__(self) -> None:
+        self._may_have_cuda = may_have_cuda()
+        self._has_other_devices = has_other_devices()
+
+    def why_it_fails(self) -> str | None:
+        """Return what breaks this rank, as half a sentence; None if nothing does. Called in the rank."""
+        if _torch_says_so():
+            return "CUDA was already used in the notebook, as a forked rank found out"
+        # Not looked for without a device: a search in all folders of libraries if it is not there.
+        driver = loaded_driver() if self._may_have_cuda else None
+        if driver is not None and driver.cuInit(0) == CUDA_ERROR_NOT_INITIALIZED:
+            return DRIVER_IS_IN_USE
+        return AUTOGRAD_HAS_THREADS if self._has_other_devices and _autograd_refuses() else None
 
 
 def _torch_says_so() -> bool:
