@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launching.ipc.control import ControlPage
+from nbaccel.launching.ipc.control import ControlPage, RankPosition
 from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.processes.handle import WorkerHandle, WorkerProcess
 from nbaccel.launching.processes.shutdown import Abort, StopAtStep
@@ -77,7 +77,7 @@ def test_before_a_rank_is_terminated_those_that_it_may_wait_for_are_let_go(page:
         for rank, (process, channel) in enumerate(zip(processes, channels, strict=True))
     ]
     members[1].report = RankReport("stopped", -1)
-    page.enter(0, 5 << 24, 4 << 24, 9.0, 0.1)
+    page.write(0, RankPosition(5 << 24, 4 << 24, 9.0, 0.1, parked=False, in_step=True))
     stop = StopAtStep(members, 10.0, page)
     stop.advance(14.0)
     assert channels[1].sent == []  # the step may still end
