@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         debug_launcher as debug_launcher,
         notebook_launcher as notebook_launcher,
     )
+    from nbaccel.features.accelerate_helpers.shared_generators import synchronize_rng_states as synchronize_rng_states
     from nbaccel.features.big_models.checkpoint_loading import (
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
@@ -81,10 +82,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         PartialState as PartialState,
     )
     from nbaccel.train.distributed.process_control import DistributedType as DistributedType
-    from nbaccel.train.distributed.rng import (
-        set_seed as set_seed,
-        synchronize_rng_states as synchronize_rng_states,
-    )
+    from nbaccel.train.distributed.rng import set_seed as set_seed
     from nbaccel.train.oom.memory.free_memory import free_memory as free_memory
     from nbaccel.train.step.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
     from nbaccel.train.step.kwargs_handlers import (
@@ -167,7 +165,7 @@ _HOME = {
     "set_seed": "nbaccel.train.distributed.rng",
     "skip_first_batches": "nbaccel.train.data",
     "sweep": "nbaccel.features.sweep.sweep",
-    "synchronize_rng_states": "nbaccel.train.distributed.rng",
+    "synchronize_rng_states": "nbaccel.features.accelerate_helpers.shared_generators",
 }
 """Each public name, and the module that defines it or that the name stands for."""
 

@@ -46,7 +46,7 @@ SEAMS = (
     "nbaccel.notebook.cell_mode.CellMode",
     "nbaccel.output.painter.Screen",
     "nbaccel.train.checkpoint.autosave.Schedule",
-    "nbaccel.train.oom.memory.meters.PeakGauge",
+    "nbaccel.features.memory.meters.PeakGauge",
     "nbaccel.train.strategies.single.Strategy",
 )
 """What developers extend: these are documented like what programs call."""

@@ -104,6 +104,7 @@ _TABLE = {  # "module:object", below this package
     "gradients of DDP for forward_backward": "micro_batches.gradient_buckets:lend_of_replicas",
     "Accelerator.map": "map.map_worker:map_in_ranks",
     "Accelerator.prepare(device_map=...)": "big_models.map_of_rank:place_for_rank",
+    "Accelerator.profile": "accelerate_helpers.profiling:profiling",
     # what meets a library in ranks, by the library's name
     "ranks with accelerate": "other_libraries.one_process:of_accelerate",
     "ranks with transformers": "other_libraries.one_process:of_transformers",

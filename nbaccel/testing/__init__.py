@@ -13,7 +13,7 @@ from nbaccel.testing.faults import Fault, Faults
 from nbaccel.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from nbaccel.train.oom.memory.meters import MemLimit
+    from nbaccel.train.oom.memory.mem_limit import MemLimit
 
 __all__ = ["Fault", "Faults", "MemLimit", "run_ranks"]
 
@@ -22,6 +22,6 @@ def __getattr__(name: str) -> Any:
     """Return `MemLimit`; it is a mode of torch, which is loaded when the name is asked for."""
     if name != "MemLimit":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nbaccel.train.oom.memory.meters import MemLimit
+    from nbaccel.train.oom.memory.mem_limit import MemLimit
 
     return MemLimit

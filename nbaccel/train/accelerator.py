@@ -47,7 +47,7 @@ from nbaccel.train.distributed.process_control import DistributedType, LastRound
 from nbaccel.train.distributed.rng import warn_of_rng_types
 from nbaccel.train.lifecycle import Choices, Lifecycle
 from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
-from nbaccel.train.prepare.contexts import GradientState, profiling
+from nbaccel.train.prepare.contexts import GradientState
 from nbaccel.train.prepare.gradient_control import GradientControl
 from nbaccel.train.prepare.models import (
     TorchDynamoPlugin,
@@ -76,12 +76,12 @@ if TYPE_CHECKING:
     from nbaccel.features.batch_size.estimate import MemoryEstimate
     from nbaccel.features.batch_size.planner import BatchSizePlanner
     from nbaccel.features.map import Answers
+    from nbaccel.features.memory.meters import PeakGauge
     from nbaccel.features.micro_batches.forward_backward import StepRecovery
     from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin
     from nbaccel.features.trackers.tracker_hub import LogWith, Trackers
     from nbaccel.train.data.dispatch import SliceFunction
     from nbaccel.train.oom.memory.free_memory import Freed
-    from nbaccel.train.oom.memory.meters import PeakGauge
     from nbaccel.train.oom.microbatch.slicing import SplitFunction
 
 __all__ = ["Accelerator"]
@@ -1462,7 +1462,9 @@ class Accelerator(ProcessControl):
             True
         """
         options = profile_handler or self._handlers.profile
-        return profiling(options, self.process_index, self.wait_for_everyone)
+        block: AbstractContextManager[profile]
+        block = feature("Accelerator.profile")(options, self.process_index, self.wait_for_everyone)
+        return block
 
     def find_batch_size(
         self,

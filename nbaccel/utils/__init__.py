@@ -15,7 +15,7 @@ from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.checkpoint.model_weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed.process_control import DistributedType
-from nbaccel.train.distributed.rng import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
+from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.oom.memory.free_memory import release_memory
 from nbaccel.train.prepare.models import TorchDynamoPlugin, extract_model_from_parallel, is_compiled_module
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
@@ -163,6 +163,11 @@ with shown_by(__name__):
         compare_versions,
         is_torch_version,
         tqdm,
+    )
+    from nbaccel.features.accelerate_helpers.shared_generators import (
+        RNGType,
+        synchronize_rng_state,
+        synchronize_rng_states,
     )
     from nbaccel.features.accelerate_helpers.small_functions import load, save, wait_for_everyone, write_basic_config
 with shown_by(__name__):

@@ -8,7 +8,6 @@ from nbaccel.features import shown_by
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed.process_control import DistributedType
-from nbaccel.train.distributed.rng import RNGType
 from nbaccel.train.prepare.models import TorchDynamoPlugin
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (
@@ -45,5 +44,6 @@ __getattr__ = missing_from(__name__, "nbaccel.utils")
 
 with shown_by(__name__):
     from nbaccel.features.accelerate_helpers.further_helpers import PrecisionType
+    from nbaccel.features.accelerate_helpers.shared_generators import RNGType
 with shown_by(__name__):
     from nbaccel.features.sharded.fsdp_options import FullyShardedDataParallelPlugin

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from nbaccel.features.batch_size.step_memory import Moment, StepSchedule, Weight
 from nbaccel.features.sharded.groups import GroupPolicy, Groups, choose_groups
 from nbaccel.train.distributed.nested import is_container, leaves, map_children
-from nbaccel.train.oom.memory.meters import MemLimit
+from nbaccel.train.oom.memory.mem_limit import MemLimit
 from nbaccel.train.step.precision import make_precision
 from nbaccel.train.strategies.single import is_sharded
 

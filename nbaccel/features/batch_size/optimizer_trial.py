@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from nbaccel.base.values import frozen
 from nbaccel.features.batch_size.fake_step import ByteCount
-from nbaccel.train.oom.memory.meters import MemLimit
+from nbaccel.train.oom.memory.mem_limit import MemLimit
 
 __all__ = ["CannotTry", "OptimizerUse", "optimizer_class", "try_optimizer"]
 

@@ -40,8 +40,8 @@ from nbaccel.errors import NotPrepared, PeerFailed
 from nbaccel.features.batch_size.examples import Examples, examples_of
 from nbaccel.features.batch_size.size_cache import FoundInFolder, Size, SizeCache
 from nbaccel.features.batch_size.trial import TrialResult, TrialRun, TrialSetup
+from nbaccel.features.memory.meters import PeakGauge
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.oom.memory.meters import PeakGauge
 from nbaccel.train.oom.microbatch.slicing import Samples
 from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.strategies import Strategy

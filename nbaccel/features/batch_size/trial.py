@@ -22,10 +22,10 @@ from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.values import frozen
 from nbaccel.features.batch_size.examples import Examples
 from nbaccel.features.batch_size.size_cache import signature
+from nbaccel.features.memory.meters import GivenMeter, Meter, PeakGauge, make_meter
 from nbaccel.features.micro_batches.snapshot import TrainingSnapshot
 from nbaccel.features.micro_batches.task import mean_loss
 from nbaccel.train.data.placement import to_device
-from nbaccel.train.oom.memory.meters import GivenMeter, Meter, PeakGauge, make_meter
 from nbaccel.train.oom.memory.release import release_unused
 from nbaccel.train.strategies import Strategy
 

@@ -14,7 +14,7 @@ from nbaccel.base.failures import asked_bytes, can_retry
 from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.memory_request import MemoryRequest, total_and_free
 from nbaccel.base.values import frozen
-from nbaccel.train.oom.memory.meters import Peak
+from nbaccel.features.memory.meters import Peak
 from nbaccel.train.oom.memory.release import forget_frames
 
 __all__ = [

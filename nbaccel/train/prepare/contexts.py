@@ -8,28 +8,20 @@ GradientState: shows the state of an accelerator's accumulation to programs that
 It is a view without data of its own, and every accelerator has its own one. Accelerate has one for the whole
 process, so that a second `Accelerator()` resets the first one's accumulation; here ``GradientState()`` shows the
 Accelerator that was made last.
-
-Profiling: runs torch's profiler around a part of the training, one trace per rank. Runs in ranks.
-
-It starts, stops and writes; torch measures.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-import torch.profiler
 from torch import Tensor
 from torch.nn import Module
-from torch.profiler import ProfilerActivity, profile, schedule
 
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.step.accumulation import Accumulation, Window
-from nbaccel.train.step.kwargs_handlers import ProfileKwargs
 from nbaccel.train.strategies import Strategy
 
 __all__ = [
@@ -37,7 +29,6 @@ __all__ = [
     "GradientState",
     "Local",
     "NoSync",
-    "profiling",
 ]
 
 
@@ -311,41 +302,3 @@ class GradientState:
             f"GradientState(sync_gradients={self.sync_gradients}, num_steps={self.num_steps}, "
             f"end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
         )
-
-
-@contextmanager
-def profiling(options: ProfileKwargs, process_index: int, wait: Callable[[], None]) -> Iterator[profile]:
-    """Profile a block, and write its trace where `options` name a folder.
-
-    Args:
-        wait: Waits for all ranks; called after the trace was written.
-    """
-    with _make(options) as profiler:
-        yield profiler
-    if options.output_trace_dir is not None:
-        os.makedirs(options.output_trace_dir, exist_ok=True)
-        profiler.export_chrome_trace(os.path.join(options.output_trace_dir, f"profile_{process_index}.json"))
-        wait()
-
-
-def _make(options: ProfileKwargs) -> profile:
-    activities = None
-    if options.activities is not None:
-        activities = [_activity(name) for name in options.activities]
-    return torch.profiler.profile(
-        activities=activities,
-        schedule=None if options.schedule_option is None else schedule(**options.schedule_option),
-        on_trace_ready=options.on_trace_ready,
-        record_shapes=options.record_shapes,
-        profile_memory=options.profile_memory,
-        with_stack=options.with_stack,
-        with_flops=options.with_flops,
-        with_modules=options.with_modules,
-    )
-
-
-def _activity(name: str) -> ProfilerActivity:
-    known = {activity.name.lower(): activity for activity in ProfilerActivity.__members__.values()}
-    if name not in known:
-        raise ValueError(f"a profiler activity must be one of {', '.join(map(repr, known))}, got {name!r}")
-    return known[name]

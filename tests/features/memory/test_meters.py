@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nbaccel.base.world import World
+from nbaccel.features.memory.meters import CudaMeter, GivenMeter, HostMeter, Meter, make_meter
 from nbaccel.testing import MemLimit, run_ranks
-from nbaccel.train.oom.memory.meters import CudaMeter, GivenMeter, HostMeter, Meter, make_meter
 
 
 def test_the_host_meter_counts_what_exists_and_what_is_made() -> None:
