@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from nbaccel.base.events import (
@@ -33,6 +33,7 @@ from nbaccel.base.events import (
 from nbaccel.base.task_end import finish_stopped_task, finish_task
 from nbaccel.errors import RunStopped
 from nbaccel.launching.diagnosis import PostMortem
+from nbaccel.launching.ipc.rank_part import watch_of_flags
 from nbaccel.launching.ipc.reports import StackSnapshot
 from nbaccel.launching.ipc.ring import RingWriter
 from nbaccel.launching.ipc.spec import LaunchSpec, Task, TaskWatch, set_up
@@ -40,7 +41,6 @@ from nbaccel.launching.ipc.telemetry import Rings, Telemetry
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.libraries import foreign_trainers_report
 from nbaccel.launching.processes.shutdown import FINISHING, FINISHING_CALLS, NOTICE_AFTER_S, TICK_S, finishing_s
-from nbaccel.launching.rank.flag_watch import FlagWatch
 from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.launching.rank.stack_snapshot import scenes
 from nbaccel.output.screens import ConsoleScreen
@@ -65,12 +65,13 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
         KeyboardInterrupt: The user has stopped it, see `InlineStop`.
         RunStopped: It reached a time limit of its own.
     """
-    stop, flags = InlineStop(_say), FlagWatch()
-    with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop, flags):
+    stop, flags = InlineStop(_say), watch_of_flags() if spec.task.flags else None
+    learns_mode, watching = (None, nullcontext()) if flags is None else (flags.take, flags.watching(spec.task))
+    with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop, learns_mode):
         watch = set_up(spec.setup, spec.task)
         reports = foreign_trainers_report(lambda: stop.has_acted)
         try:
-            with reports, stop.acts(), flags.watching(spec.task), _loops_changed(spec, watch):
+            with reports, stop.acts(), watching, _loops_changed(spec, watch):
                 spec.task.run()
         except BaseException:
             if _is_alone():  # no peer that does not come
@@ -187,12 +188,12 @@ def _workers_are_forked() -> Iterator[None]:
 
 
 @contextmanager
-def _heard(listeners: Sequence[Listener], steps: Sink, flags: FlagWatch) -> Iterator[None]:
+def _heard(listeners: Sequence[Listener], steps: Sink, learns_mode: Sink | None) -> Iterator[None]:
     """Feed `listeners` with the reports of this process while the block runs, in the calling thread.
 
     Args:
         steps: What receives each report first, and may raise.
-        flags: What learns how the program trains.
+        learns_mode: What is told how the program trains; None if nothing wants to know.
     """
     rings = Rings()
     telemetry = Telemetry(rings, listeners, _say)
@@ -204,7 +205,7 @@ def _heard(listeners: Sequence[Listener], steps: Sink, flags: FlagWatch) -> Iter
         """Ignore the event: there is no peer to watch, and no kernel to outlive."""
 
     reporter = Reporter(ring, gate=steps, watch=unheard, grace=unheard)
-    reporter.route(TrainingMode, flags.take)
+    reporter.route(TrainingMode, learns_mode)
     reporter.start()
     own_thread = threading.get_ident()
 

@@ -23,7 +23,7 @@ from nbaccel.launching.processes.attached_debugger import is_attached
 from nbaccel.namespace.nbytes import bytes_by_sharing, sizes_on_devices
 from nbaccel.namespace.thread_pools import threads_a_fork_lacks
 from nbaccel.namespace.wrappers import modules_in
-from nbaccel.options.flag_effects import GivenFlag, given_flags
+from nbaccel.options.given_flags import GivenFlag, given_flags
 from nbaccel.options.run_options import AUTO, RunOptions
 
 __all__ = [

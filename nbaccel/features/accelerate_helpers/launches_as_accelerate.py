@@ -15,7 +15,7 @@ from nbaccel.launching.api import ARGUMENTS, check_call, launch, launch_inline
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import refuse_nested_launch
 from nbaccel.launching.plan import devices_of, settings_of
-from nbaccel.options.flag_effects import given_flags
+from nbaccel.options.given_flags import given_flags
 from nbaccel.options.run_options import RunOptions
 
 __all__ = ["launch_as_accelerate"]

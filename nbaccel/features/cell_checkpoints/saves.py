@@ -32,11 +32,11 @@ from nbaccel.features.cell_checkpoints.head_state import HeadState
 from nbaccel.features.cell_checkpoints.loss_tap import LossTap
 from nbaccel.features.cell_checkpoints.marked_cell import Boundary, MarkedCell
 from nbaccel.features.cell_checkpoints.steps_by_hand import StepsByHand
+from nbaccel.features.flag_effects.flag_watch import kind_of_call
 from nbaccel.features.source.source_mark import SourceMark
-from nbaccel.launching.rank.flag_watch import kind_of_call
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.namespace.names import names_assigned
-from nbaccel.options.flag_effects import GivenFlag
+from nbaccel.options.given_flags import GivenFlag
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.checkpoint.atomic_folder import as_cannot_save
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy, Schedule, schedule

@@ -23,10 +23,10 @@ from nbaccel.base.quantities import amount, duration, listed, plural
 from nbaccel.features.check.dry_run.unreached_lines import not_reached
 from nbaccel.features.check.findings import DryRunResult, FoundError, LineOfSaves, unrun_lines
 from nbaccel.features.check.forecasts.forecast import Forecast, forecast
+from nbaccel.features.flag_effects.effect_table import flags_found
 from nbaccel.features.panel.svg import STYLE
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.tasks.cell_code import CellSource
-from nbaccel.options.flag_effects import flags_found
 
 __all__ = ["OK", "RED", "YELLOW", "CheckReport", "ReportLine"]
 

@@ -15,10 +15,10 @@ from nbaccel.base.events import LoopKind
 from nbaccel.base.hardware import Survey, best_precision
 from nbaccel.base.settings import FSDP, PRECISIONS, SHRINK, STOP
 from nbaccel.errors import LaunchRefused
+from nbaccel.features.flag_effects.effect_table import effect_of
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.plan import choose_precision, devices_of
 from nbaccel.options.configuration import Configuration
-from nbaccel.options.flag_effects import effect_of
 from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 from nbaccel.base.quantities import listed
 from nbaccel.errors import LaunchRefused
+from nbaccel.features.flag_effects.effect_table import as_json
 from nbaccel.features.scripts.script import FLAGS
 from nbaccel.features.scripts.script_watch import ScriptWatch
-from nbaccel.options.flag_effects import GivenFlag, as_json
+from nbaccel.options.given_flags import GivenFlag
 from nbaccel.output.terminal import say
 
 __all__ = ["Elastic", "Nodes", "Program", "ScriptExit", "interface_to", "loopback_interface"]

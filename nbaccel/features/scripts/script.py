@@ -29,15 +29,15 @@ from nbaccel.base.events import reports
 from nbaccel.base.failures import Failure, classify
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.features.flag_effects.effect_table import ProgramKind
 from nbaccel.features.scripts.script_watch import WatchedRank
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.rank.lifetime import end_as_the_interpreter
-from nbaccel.options.flag_effects import ProgramKind
 
 __all__ = ["FLAGS", "main"]
 
 FLAGS = "--nbaccel-flags"
-"""The word before the flags of the launch, as `flag_effects.as_json` writes them."""
+"""The word before the flags of the launch, as `effect_table.as_json` writes them."""
 
 _EXPORTED = "ExportedCell("
 
@@ -82,9 +82,9 @@ def main(words: Sequence[str]) -> NoReturn:
 
 def _watch_flags(flags: str, program: str) -> None:
     """Have the program told which flags of the launch have no effect above its loop."""
-    from nbaccel.launching.rank.flag_watch import FlagWatch
+    from nbaccel.features.flag_effects.effect_table import flags_of_json
+    from nbaccel.features.flag_effects.flag_watch import FlagWatch
     from nbaccel.launching.rank.separate_trainings import note_wrappers
-    from nbaccel.options.flag_effects import flags_of_json
 
     world, wrappers = World.from_env(), weakref.WeakSet[Any]()
     note_wrappers(wrappers)

@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nbaccel.errors import FeatureMissing
+from nbaccel.features import feature
 from nbaccel.launching.ipc.spec import Results, Task, TaskWatch
 
-__all__ = ["RankPart", "RankTask"]
+if TYPE_CHECKING:
+    from nbaccel.features.flag_effects.flag_watch import FlagWatch
+
+__all__ = ["RankPart", "RankTask", "watch_of_flags"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +80,17 @@ class RankPart:
             results: What it sends back.
         """
         return {}
+
+
+def watch_of_flags(rank: int = 0, wrappers: Collection[Any] = (), is_dry: bool = False) -> FlagWatch | None:
+    """Return what says which flags have no effect in a rank; None if its folder is not there: then nothing is said.
+
+    Args:
+        rank: The rank.
+        wrappers: Models that the program has wrapped for several ranks.
+        is_dry: See `FlagWatch`.
+    """
+    with suppress(FeatureMissing):
+        watch: FlagWatch = feature("flags without an effect")(rank, wrappers, is_dry)
+        return watch
+    return None

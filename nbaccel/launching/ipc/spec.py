@@ -28,7 +28,7 @@ from nbaccel.namespace.kind import Change
 from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
 from nbaccel.namespace.payload import Payload, pack, unpack
 from nbaccel.namespace.pickling import Places
-from nbaccel.options.flag_effects import GivenFlag
+from nbaccel.options.given_flags import GivenFlag
 
 __all__ = [
     "Devices",
@@ -123,7 +123,7 @@ class Task(ABC):
     """The words by which its code names the first GPU that it sees; empty if it has none. See `card_numbers`."""
 
     flags: tuple[GivenFlag, ...] = ()
-    """The flags of the run whose effect depends on how its code trains, see `flag_effects`."""
+    """The flags of the run whose effect depends on how its code trains, see `given_flags`."""
 
     saves_itself: ClassVar[bool] = False
     """True if a loop that prepares nothing is saved too, and goes on from a checkpoint."""
@@ -552,6 +552,11 @@ class LaunchSpec:
         setup = [] if self.setup is None else [self.setup]
         return [*setup, *(name for name, _ in self.parts), *self.task.named_objects()]
 
+    @property
+    def watches_flags(self) -> bool:
+        """Return whether ranks may have to say that a flag has no effect; of those that stay, each task has its own."""
+        return bool(self.task.flags) or self.end.stays
+
     def environ_of(self, rank: int) -> dict[str, str]:
         """Return the variables of one rank, made where its process is started: its settings and its devices."""
         devices = self.devices.environ()
@@ -571,6 +576,7 @@ class WorkerBoot:
         run_nonce: Marks places in the output pipe where a rich message belongs.
         store_path: The file through which the ranks of the run find each other.
         parts: See `LaunchSpec`.
+        watches_flags: See `LaunchSpec`.
         address: This machine's address for ranks on other machines; empty if all ranks are here.
     """
 
@@ -582,6 +588,7 @@ class WorkerBoot:
     run_nonce: str
     store_path: str
     parts: tuple[PartName, ...]
+    watches_flags: bool
     kernel_pidfd: int
     channel_fd: int
     stdout_fd: int

@@ -153,6 +153,7 @@ class WorkerGroup:
             run_nonce=self._nonce,
             store_path=self.store_path,
             parts=spec.parts,
+            watches_flags=spec.watches_flags,
             kernel_pidfd=self._kernel_pidfd,
             channel_fd=channel_fd,
             stdout_fd=stdout_fd,

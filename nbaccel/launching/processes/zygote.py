@@ -28,6 +28,7 @@ from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.kernel_state import KernelState, Surroundings
 from nbaccel.launching.ipc.library_settings import LibrarySettings
 from nbaccel.launching.ipc.patches import PatchFinder
+from nbaccel.launching.ipc.rank_part import watch_of_flags
 from nbaccel.launching.ipc.reaper import kill_session, session_members
 from nbaccel.launching.ipc.spec import Task, WorkerBoot, load_named
 from nbaccel.launching.processes.attached_debugger import undebugged
@@ -343,6 +344,8 @@ def _load_once(message: dict[str, Any]) -> None:
         if reference is not None:
             with contextlib.suppress(Exception):
                 load_named(reference)
+    if message["boot"]["watches_flags"]:
+        watch_of_flags()
 
 
 def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> NoReturn:

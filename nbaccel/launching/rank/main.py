@@ -123,7 +123,7 @@ class Rank:
         calls, grace = CallLog(self._peers), SaveGrace(page, self.rank, self._watch)
         self._ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(self._ring, self._gate, calls, grace)
-        self.reporter.route(TrainingMode, self.parts.flags.take)
+        self.reporter.route(TrainingMode, self.parts.learns_mode)
         self._holdings = OwnHoldings()
         self._report = TaskReport(boot.world, self.parts, calls, self._holdings)
         self._task_watch: TaskWatch | None = None

@@ -9,15 +9,15 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+from nbaccel.base.events import Sink
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.task_end import finish_stopped_task, finish_task, forget_task
 from nbaccel.errors import RunStopped
 from nbaccel.launching.ipc.control import ControlPage
-from nbaccel.launching.ipc.rank_part import RankPart, RankTask
+from nbaccel.launching.ipc.rank_part import RankPart, RankTask, watch_of_flags
 from nbaccel.launching.ipc.spec import Results, WorkerBoot, load_named
 from nbaccel.launching.libraries import OtherLibraries
 from nbaccel.launching.libraries.one_file import OneFile
-from nbaccel.launching.rank.flag_watch import FlagWatch
 from nbaccel.launching.rank.lifetime import CutWatch
 from nbaccel.launching.rank.process_setup import ProcessGroups
 from nbaccel.launching.rank.separate_trainings import OneTraining
@@ -37,7 +37,7 @@ class RankParts:
 
     Attributes:
         page: The control page.
-        flags: The part that is told how the program trains.
+        learns_mode: What is told how the program trains; None if nothing wants to know.
         cut: The part that ends waits in the device, and knows whether the rank's values are whole.
     """
 
@@ -48,7 +48,9 @@ class RankParts:
         acts_as_one = world.is_distributed and not settings.independent
         self.cut = CutWatch(page, world.rank)
         training = OneTraining(page, world, is_watching=acts_as_one)
-        self.flags = FlagWatch(world.rank, training.wrappers, is_dry=settings.dry_run is not None)
+        is_dry = settings.dry_run is not None
+        flags = watch_of_flags(world.rank, training.wrappers, is_dry) if boot.watches_flags else None
+        self.learns_mode: Sink | None = None if flags is None else flags.take
         self._parts: list[RankPart] = [
             self.cut,  # first: it forms groups anew that the others use, and hears of an error before they change it
             ProcessGroups(boot.store_path, world, page, boot.address),
@@ -57,8 +59,9 @@ class RankParts:
             *(load_named(name)(argument) for name, argument in boot.parts),  # before `OneFile`, which they look through
             _SetupWatch(),  # before the next, which asks it what it keeps equal
             training,
-            self.flags,  # after these two, whose errors say more
         ]
+        if flags is not None:
+            self._parts.append(flags)  # after these two, whose errors say more
         if acts_as_one:
             self._parts.append(OneFile(world, boot.store_path, written))
 

@@ -8,21 +8,19 @@ from pathlib import Path
 import pytest
 
 from nbaccel.base.events import LoopKind
-from nbaccel.options.flag_effects import (
-    FLAGS,
-    GivenFlag,
+from nbaccel.features.flag_effects.effect_table import (
     ProgramKind,
     as_json,
     as_table,
     effect_of,
     flags_found,
     flags_of_json,
-    given_flags,
 )
 from nbaccel.options.flags import flags_parser
+from nbaccel.options.given_flags import FLAGS, GivenFlag, given_flags
 from nbaccel.options.run_options import RunOptions
 
-PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
+PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 
 WITHOUT: dict[str, set[str]] = {
     "mixed_precision": {"LIGHTNING", "FABRIC", "DDP", "NOTHING"},
@@ -55,7 +53,9 @@ CHOSEN = RunOptions(
 
 
 def test_the_page_has_the_table_that_the_function_writes() -> None:
-    assert as_table() in PAGE.read_text(encoding="utf-8"), "python -m nbaccel.options.flag_effects writes it"
+    assert as_table() in PAGE.read_text(encoding="utf-8"), (
+        "python -m nbaccel.features.flag_effects.effect_table writes it"
+    )
 
 
 def test_flags_are_written_as_the_parser_has_them() -> None:

@@ -2,7 +2,7 @@
 
 `effect_of` decides for every flag and every kind of loop whether the flag has an effect, which, or why not and what to
 do instead. All that is said of it comes from here: the refusal and the lines of a run, the report of `--check`, and the
-table in docs/flags.md, which ``python -m nbaccel.options.flag_effects`` prints.
+table in docs/flags.md, which ``python -m nbaccel.features.flag_effects.effect_table`` prints.
 
 A flag that gets an effect above another kind of loop changes one entry of the table.
 """
@@ -16,22 +16,18 @@ from dataclasses import astuple, dataclass
 from enum import Enum
 
 from nbaccel.base.events import LoopKind
-from nbaccel.base.quantities import time_text
-from nbaccel.base.settings import EACH, PARTITIONING, STRATEGIES
-from nbaccel.options.run_options import AUTO, RunOptions
+from nbaccel.base.settings import EACH
+from nbaccel.options.given_flags import FLAGS, GivenFlag
 
 __all__ = [
-    "FLAGS",
     "FlagEffect",
     "FlagsFound",
-    "GivenFlag",
     "ProgramKind",
     "as_json",
     "as_table",
     "effect_of",
     "flags_found",
     "flags_of_json",
-    "given_flags",
 ]
 
 
@@ -57,24 +53,6 @@ class FlagEffect:
 
     def __str__(self) -> str:
         return self.text if self.works else f"no effect: {self.text}{self.instead and f'. Instead: {self.instead}'}"
-
-
-@dataclass(frozen=True, slots=True)
-class GivenFlag:
-    """A flag that somebody chose for a run.
-
-    name: of the field in `RunOptions`.  text: as it is written, "-p bf16".  value: as text.
-    is_own: it was written for this very cell or call; else it comes from nbaccel.toml, the form or `%accelerate
-    config`, or from the start of ranks that stay.
-    """
-
-    name: str
-    text: str
-    value: str = ""
-    is_own: bool = True
-
-    def __str__(self) -> str:
-        return self.text if self.is_own else f"{self.text} (of the settings)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,30 +236,8 @@ _EFFECTS: Mapping[str, Mapping[LoopKind, FlagEffect]] = {
 }
 """The effect of each flag, by the kind of loop; what is missing is `_NOTHING`."""
 
-FLAGS: Mapping[str, str] = {
-    "mixed_precision": "-p",
-    "accumulate": "-a",
-    "strategy": "--strategy",
-    "batches": "--batches",
-    "checkpoint_every": "--checkpoint-every",
-    "checkpoint_dir": "--checkpoint-dir",
-    "keep_checkpoints": "--keep-checkpoints",
-    "resume": "--resume",
-    "time_limit": "--time-limit",
-    "oom": "--oom",
-    "seed": "--seed",
-}
-"""The flags whose effect depends on the kind of loop, by their names in `RunOptions`."""
-
 _COST_WORK = ("checkpoint_every", "resume")
 """Flags without which a run loses work: a cell that asks for them itself is refused where they have no effect."""
-
-_NEUTRAL: Mapping[str, Sequence[str]] = {
-    "mixed_precision": ("no",),
-    "accumulate": ("1",),
-    "strategy": tuple(name for name in STRATEGIES if name not in PARTITIONING),
-}
-"""Values that ask for what every loop does anyway."""
 
 _NOT_SAVED = {
     name: _lacks(f"the loop prepares nothing, and {_SAVE}; a cell's loop would be saved", _PREPARE)
@@ -311,31 +267,6 @@ def effect_of(name: str, kind: LoopKind, program: ProgramKind = ProgramKind.CELL
     if kind is LoopKind.UNMODIFIED and name in _LACKS_UNMODIFIED[program]:
         return _LACKS_UNMODIFIED[program][name]
     return _EFFECTS[name].get(kind, _NOTHING)
-
-
-def given_flags(
-    options: RunOptions, own: RunOptions, precision: str = "no", words: Mapping[str, str] | None = None
-) -> tuple[GivenFlag, ...]:
-    """Return the flags that were chosen for a run, and ask for something that not every loop does anyway.
-
-    Args:
-        options: All choices.
-        own: Those that were written for this cell or call.
-        precision: That of the devices, which "auto" means.
-        words: Names of arguments of a function, which stand in place of the flags; None for flags.
-    """
-    given = []
-    for name, flag in FLAGS.items():
-        value = getattr(options, name)
-        if value is None:
-            continue
-        text = precision if name == "mixed_precision" and value == AUTO else str(value)
-        if text in _NEUTRAL.get(name, ()):
-            continue
-        shown = time_text(value) if name == "time_limit" else str(value)
-        written = f"{flag} {shown}".strip() if words is None else f"{words.get(name, name)}={value!r}"
-        given.append(GivenFlag(name, written, text, getattr(own, name) is not None))
-    return tuple(given)
 
 
 def as_json(flags: Sequence[GivenFlag]) -> str:

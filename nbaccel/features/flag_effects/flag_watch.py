@@ -1,6 +1,6 @@
 """FlagWatch: says which flags have no effect above the loop that trains, before its first step. Runs in ranks.
 
-Which flags have one is decided by `nbaccel.options.flag_effects`, by the kind of loop. What trains by nbaccel, and
+Which flags have one is decided by `effect_table`, by the kind of loop. What trains by nbaccel, and
 trainers that report, say their kind by an event, see `TrainingMode`. For all others the first step of an optimizer
 shows it: by the frames of that call, and by models that are wrapped for several ranks. A task without such flags is not
 watched.
@@ -17,10 +17,11 @@ from typing import Any
 from nbaccel.base.events import LoopKind, TrainingMode
 from nbaccel.base.settings import FSDP
 from nbaccel.errors import FlagWithoutEffect
+from nbaccel.features.flag_effects.effect_table import ProgramKind, flags_found
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import Results, Task
-from nbaccel.options.flag_effects import GivenFlag, ProgramKind, flags_found
+from nbaccel.options.given_flags import GivenFlag
 
 __all__ = ["FlagWatch", "kind_of_call"]
 
