@@ -87,6 +87,8 @@ _TABLE = {  # "module:object", below this package
     "log_with=wandb": "trackers.wandb:WeightsAndBiases",
     # setups of ranks
     "loops of a launched function": "loop_flags.rank_setup:change_loops",
+    # what IPython asks for
+    "what Tab offers": "completion.offers:Offers",
     # words on flags
     "flags without an effect": "flag_effects.flag_watch:FlagWatch",
     # changes of loops that prepare nothing

@@ -1,98 +1,35 @@
-"""Completion: what Tab offers on the line of a magic, and after `accelerator.` in a cell of ranks. Runs in the kernel.
+"""Completer: asks what Tab offers on the line of a magic, and after `accelerator.` in a cell. Runs in the kernel.
 
-On the line it offers flags, their choices and names of variables, and nothing else: IPython's own completers, which
-take `--` for Python, are suppressed. The kernel has no `accelerator`; the names that ranks will have under it are read
-from its class, and nothing is added to the notebook's names.
-
-IPython replaces the text since the last delimiter, and `,` and `=` are delimiters, so the offers replace the same text.
+What is offered is a feature, which is loaded at the first Tab; where its folder is not there, nothing is.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Iterable
-from typing import Any
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import IPython
 
-from nbaccel.notebook.shell_hooks import ACCELERATOR, is_code, public_members
-from nbaccel.options.flags import EXAMPLES
-from nbaccel.options.parsing import COMMANDS, SAVE, keys
+from nbaccel.errors import FeatureMissing
+from nbaccel.features import feature
+from nbaccel.notebook.shell_hooks import ACCELERATOR
 
-__all__ = ["Completer", "candidates"]
+if TYPE_CHECKING:
+    from nbaccel.features.completion.offers import Offers
 
-_MAGICS = ("%accelerate", "%%accelerate")
+__all__ = ["MAGICS", "MEMBER", "Completer"]
+
+MAGICS = ("%accelerate", "%%accelerate")
 _HOOK = "complete_command"
 _PRIORITY = 1000
 """Priority before all of IPython's completers, so that none of them works in vain."""
 _HAS_MATCHERS = IPython.version_info >= (8, 6)
 """From this version on a completer may suppress others; before, IPython adds jedi's results to all offers."""
-_MEMBER = re.compile(rf"(?:.*[^\w.])?{ACCELERATOR}\.(\w*)\Z", re.DOTALL)
-
-
-def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: Iterable[str]) -> list[str]:
-    """Return the completions of `symbol`, the unfinished end of `line`.
-
-    Args:
-        names: The variables of the notebook.
-    """
-    words = line.removesuffix(symbol).replace("=", " ").split()
-    if not words:  # the magic itself is still being written
-        return []
-    match words:
-        case ["%accelerate"]:
-            return [word for word in COMMANDS if word.startswith(symbol)]
-        case ["%accelerate", "config", *_]:
-            return _settings(parser, line.removesuffix(symbol), symbol)
-        case ["%accelerate", "push" | "pull" | "estimate", *_]:
-            return _variables(names, symbol)
-        case ["%accelerate", command, *_] if command != "start":
-            return []
-    return _flags(parser, words, symbol, names)
-
-
-def _variables(names: Iterable[str], symbol: str) -> list[str]:
-    return sorted(name for name in names if name.startswith(symbol) and not name.startswith("_"))
-
-
-def _flags(parser: argparse.ArgumentParser, words: list[str], symbol: str, names: Iterable[str]) -> list[str]:
-    """Return flags, or values of the flag that was written."""
-    action = _open_flag(parser, words)
-    if action is not None:
-        variables = _variables(names, symbol) if action.metavar == "NAMES" else []
-        return [*variables, *(_values(action, symbol) if words[-1] in action.option_strings else [])]
-    return sorted(flag for other in parser._actions for flag in other.option_strings if flag.startswith(symbol or "--"))
-
-
-def _settings(parser: argparse.ArgumentParser, before: str, symbol: str) -> list[str]:
-    """Return completions of `%accelerate config`: a key, or after `=` one of its values."""
-    if not before.endswith("="):
-        return sorted(word for word in (*(f"{key}=" for key in keys(parser)), SAVE) if word.startswith(symbol))
-    key = before.split()[-1].removesuffix("=")
-    action = next((action for action in parser._actions if f"--{key}" in action.option_strings), None)
-    if action is None:
-        return []
-    if action.nargs == 0:
-        return [word for word in ("true", "false") if word.startswith(symbol)]
-    return _values(action, symbol)
-
-
-def _values(action: argparse.Action, symbol: str) -> list[str]:
-    values = action.choices or EXAMPLES.get(action.dest, ())
-    return [str(value) for value in values if str(value).startswith(symbol)]
-
-
-def _open_flag(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Action | None:
-    """Return the flag whose value is being written, or could go on after a comma."""
-    for back, word in enumerate(reversed(words)):
-        action = next((action for action in parser._actions if word in action.option_strings), None)
-        if action is not None:
-            is_open = back == 0 or words[-1].endswith(",")
-            return action if is_open and action.nargs != 0 else None
-        if back and not word.endswith(","):
-            return None
-    return None
+MEMBER = rf"(?:.*[^\w.])?{ACCELERATOR}\.(\w*)\Z"
+"""The end of a line that names a member of `accelerator`, perhaps unfinished."""
 
 
 class Completer:
@@ -105,18 +42,18 @@ class Completer:
     def install(self) -> None:
         if _HAS_MATCHERS:
             # IPython asks a function for its name and version, and a method takes no attribute.
-            self._matcher: Callable[..., Any] = lambda context: self._match(context)
+            self._matcher: Callable[..., Any] = lambda context: self._offered(context)
             self._matcher.matcher_api_version = 2  # type: ignore[attr-defined]
             self._matcher.matcher_identifier = "nbaccel"  # type: ignore[attr-defined]
             self._matcher.matcher_priority = _PRIORITY  # type: ignore[attr-defined]
             self._shell.Completer.custom_matchers.append(self._matcher)
             return
         # IPython binds the given function to the shell, which works only with a plain function.
-        self._hook: Callable[..., Any] = lambda shell, event: self._complete(event)
-        for magic in _MAGICS:
+        self._hook: Callable[..., Any] = lambda shell, event: self._completed(event)
+        for magic in MAGICS:
             self._shell.set_hook(_HOOK, self._hook, str_key=magic)
-        self._member_hook: Callable[..., Any] = lambda shell, event: self._complete_member(event)
-        self._shell.set_hook(_HOOK, self._member_hook, re_key=_MEMBER.pattern)
+        self._member_hook: Callable[..., Any] = lambda shell, event: self._completed_member(event)
+        self._shell.set_hook(_HOOK, self._member_hook, re_key=MEMBER)
 
     def remove(self) -> None:
         if _HAS_MATCHERS:
@@ -124,74 +61,24 @@ class Completer:
             return
         # IPython has no opposite of `set_hook`: remove the hooks from its chains.
         hooks = self._shell.strdispatchers[_HOOK]
-        for magic in _MAGICS:
+        for magic in MAGICS:
             chain = hooks.strs[magic].chain
             chain[:] = [link for link in chain if link[1].__func__ is not self._hook]
         for dispatcher in hooks.regexs.values():
             dispatcher.chain[:] = [link for link in dispatcher.chain if link[1].__func__ is not self._member_hook]
 
-    # --- IPython since 8.6 --------------------------------------------------------------------------------------
+    @functools.cached_property
+    def _offers(self) -> Offers | None:
+        with suppress(FeatureMissing):
+            offers: Offers = feature("what Tab offers")(self._shell, self._parser)
+            return offers
+        return None
 
-    def _match(self, context: Any) -> dict[str, Any]:
-        from IPython.core.completer import SimpleCompletion
+    def _offered(self, context: Any) -> dict[str, Any]:
+        return {"completions": []} if self._offers is None else self._offers.match(context)
 
-        line = context.text_until_cursor
-        symbol = _unfinished(line)
-        found: list[tuple[str, str]] = []
-        if line.startswith(_MAGICS):
-            offered = candidates(self._parser, line, symbol, self._shell.user_ns)
-            found = [(text, _kind(text, line)) for text in offered]
-            if not found and line != symbol:
-                return {"completions": _Nothing(), "matched_fragment": symbol, "suppress": True}
-        elif member := self._member(line, context.full_text):
-            symbol = member[1]
-            found = [(each.name, each.kind) for each in public_members() if each.name.startswith(symbol)]
-        return {
-            "completions": [SimpleCompletion(text=text, type=kind) for text, kind in found],
-            "matched_fragment": symbol,
-            "ordered": True,
-            "suppress": bool(found),
-        }
+    def _completed(self, event: Any) -> list[str]:
+        return [] if self._offers is None else self._offers.complete(event)
 
-    def _member(self, line: str, cell: str) -> re.Match[str] | None:
-        """Return the match of `accelerator.` and the text after it at the end of `line`, if the name is the ranks'."""
-        first = next(filter(is_code, cell.splitlines()), "")
-        if not first.startswith("%%accelerate") or ACCELERATOR in self._shell.user_ns:
-            return None
-        return _MEMBER.match(line)
-
-    # --- IPython before -----------------------------------------------------------------------------------------
-
-    def _complete(self, event: Any) -> list[str]:
-        return candidates(self._parser, event.text_until_cursor, event.symbol, self._shell.user_ns)
-
-    def _complete_member(self, event: Any) -> list[str]:
-        """Complete in every cell, since IPython does not pass the cell: no other cell has that name."""
-        if ACCELERATOR in self._shell.user_ns or _MEMBER.match(event.text_until_cursor) is None:
-            return []
-        return [f"{ACCELERATOR}.{member.name}" for member in public_members()]
-
-
-class _Nothing(list[Any]):
-    """An empty answer that IPython does not ignore: for a list without length it would ask other completers."""
-
-    def __len__(self) -> int:
-        return 1
-
-
-def _unfinished(line: str) -> str:
-    """Return the end of `line` that a completion replaces.
-
-    Example:
-        >>> [_unfinished(line) for line in ("%%accelerate --ch", "%%accelerate --out a,b", "%%accelerate -n ")]
-        ['--ch', 'b', '']
-    """
-    return re.split(r"[\s,=]", line)[-1]
-
-
-def _kind(text: str, line: str) -> str:
-    """Return the kind that a front end shows beside a completion of `line`."""
-    if text.startswith("-"):
-        return "flag"
-    is_first = len(line.removesuffix(_unfinished(line)).split()) == 1
-    return "command" if is_first and line.startswith("%accelerate") else "setting" if text.endswith("=") else "value"
+    def _completed_member(self, event: Any) -> list[str]:
+        return [] if self._offers is None else self._offers.complete_member(event)

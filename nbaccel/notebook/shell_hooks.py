@@ -2,18 +2,12 @@
 
 They never touch CUDA. Before IPython reads a cell, comments above `%%accelerate` are moved below it; `CudaWatch` finds
 the cell after which forks fail. Ranks have a name `accelerator` and the kernel has not, so `AcceleratorHelp` answers
-for it. Tab must not wait for torch, which takes seconds to import: the names are read from the source of the class, and
-help imports the class only when it is asked for.
+for it; it imports the class, and torch with it, only when help is asked for.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nbaccel.base.forkable import CUDA_IS_INITIALISED, why_forks_fail
 
@@ -23,15 +17,12 @@ __all__ = [
     "AcceleratorHelp",
     "CudaWatch",
     "FailedCells",
-    "HelpMember",
     "comments_below_magic",
     "is_code",
-    "public_members",
 ]
 
 MAGIC = "%%accelerate"
 ACCELERATOR = "accelerator"
-_MODULE, _CLASS = "nbaccel.train.accelerator", "Accelerator"
 
 
 def comments_below_magic(lines: list[str]) -> list[str]:
@@ -95,48 +86,6 @@ class FailedCells:
         """Note a cell that failed; handler of IPython's `post_run_cell`."""
         if result.execution_count is not None and not result.success:
             self.numbers.add(result.execution_count)
-
-
-class HelpMember(NamedTuple):
-    """A public name of the Accelerator.
-
-    Args:
-        kind: "function" or "property".
-    """
-
-    name: str
-    kind: str
-
-
-@functools.cache
-def public_members() -> tuple[HelpMember, ...]:
-    """Return every public method and property of the class and its bases, by name."""
-    members = {member.name: member for member in _members_of(_MODULE, _CLASS)}
-    return tuple(members[name] for name in sorted(members))
-
-
-def _members_of(module: str, name: str) -> Iterator[HelpMember]:
-    spec = find_spec("nbaccel")
-    assert spec is not None
-    assert spec.origin is not None
-    path = Path(spec.origin).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    (node,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    homes = {
-        alias.asname or alias.name: (each.module, alias.name)
-        for each in tree.body
-        if isinstance(each, ast.ImportFrom) and (each.module or "").startswith("nbaccel.")
-        for alias in each.names
-    }
-    here = {each.name for each in tree.body if isinstance(each, ast.ClassDef)}
-    for base in node.bases:
-        if isinstance(base, ast.Name) and (base.id in homes or base.id in here):
-            home, base_name = homes.get(base.id, (module, base.id))
-            yield from _members_of(str(home), base_name)
-    for each in node.body:
-        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
-            marks = {mark.id for mark in each.decorator_list if isinstance(mark, ast.Name)}
-            yield HelpMember(each.name, "property" if marks & {"property", "cached_property"} else "function")
 
 
 class AcceleratorHelp:

@@ -15,7 +15,6 @@ from IPython.core.error import UsageError
 
 from nbaccel.errors import FeatureMissing, LaunchRefused
 from nbaccel.features import feature, named
-from nbaccel.notebook.completion import candidates
 from nbaccel.notebook.magics import AccelerateMagics
 from nbaccel.notebook.validation import EXCLUSIONS
 from nbaccel.options.flags import flags_parser
@@ -299,20 +298,6 @@ def test_a_flag_without_its_value_is_one_sentence(planned: Any, recorder: Any, a
     assert ran.stderr.startswith("UsageError: ")
     assert f"{long(action)} needs a value. %accelerate? lists every flag.\n" in ran.stderr
     assert recorder.specs == []
-
-
-@pytest.mark.parametrize("action", PARSER._actions, ids=long)
-def test_completion_offers_the_flag_and_its_values(action: argparse.Action) -> None:
-    flag = long(action)
-    assert flag in candidates(PARSER, f"%%accelerate {flag[:-1]}", flag[:-1], ())
-    if action.nargs == 0:
-        return
-    offered = candidates(PARSER, f"%%accelerate {flag} ", "", ["model"])
-    assert offered, f"nothing is offered behind {flag}"
-    assert not any(word.startswith("-") for word in offered)
-    read = action.type or str
-    for word in offered:
-        read(word)  # type: ignore[operator]
 
 
 def test_every_command_has_rows_and_a_line_of_help(planned: Any) -> None:

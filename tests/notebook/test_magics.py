@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError
 
 import nbaccel
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.errors import LaunchRefused
 from nbaccel.notebook.cell_mode import run_cell
-from nbaccel.notebook.completion import candidates
 from nbaccel.notebook.magics import AccelerateMagics, register, unregister
 from nbaccel.notebook.session import LastRun, Session
 from nbaccel.notebook.shell_hooks import FailedCells
-from nbaccel.options.parsing import COMMANDS
 from nbaccel.options.run_options import RunOptions
 
 CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -228,69 +225,3 @@ def test_a_cell_magic_below_code_is_one_sentence_and_runs_nothing(planned: Any, 
 
 def test_help_shows_the_flags(planned: Any) -> None:
     assert "--mixed-precision P  auto, no, fp16 or bf16; default auto" in planned.run("%accelerate?").stdout
-
-
-@pytest.mark.parametrize(
-    ("line", "symbol", "expected"),
-    [
-        ("%%accelerate --mi", "--mi", ["--mixed-precision"]),
-        (
-            "%%accelerate -n 2 --s",
-            "--s",
-            ["--seed", "--slots", "--speed", "--start", "--strategy", "--strict", "--sweep"],
-        ),
-        ("%%accelerate -p ", "", ["auto", "no", "fp16", "bf16"]),
-        ("%%accelerate --mixed-precision=b", "b", ["bf16"]),
-        ("%%accelerate --start z", "z", ["zygote"]),
-        ("%%accelerate --strategy ", "", ["auto", "single", "ddp", "fsdp", "deepspeed"]),
-        ("%%accelerate --strategy=f", "f", ["fsdp"]),
-        ("%accelerate config strategy=d", "d", ["ddp", "deepspeed"]),
-        ("%%accelerate --out ", "", ["history", "model", "cell", "none"]),
-        ("%%accelerate --out=n", "n", ["none"]),
-        ("%%accelerate --out model,h", "h", ["history"]),
-        ("%%accelerate --out model, h", "h", ["history"]),
-        ("%%accelerate -i mo", "mo", ["model"]),
-        ("%%accelerate --out model --d", "--d", ["--debug", "--devices"]),
-        ("%%accelerate --cpu --pl", "--pl", ["--plain", "--plot"]),
-        ("%%accelerate", "%%accelerate", []),
-        ("%accelerate ", "", list(COMMANDS)),
-        ("%accelerate d", "d", ["doctor"]),
-        ("%accelerate config acc", "acc", ["accumulate="]),
-        ("%accelerate config seed=3 acc", "acc", ["accumulate="]),
-        ("%accelerate config --s", "--s", ["--save"]),
-        ("%accelerate config mixed-precision=", "", ["auto", "no", "fp16", "bf16"]),
-        ("%accelerate config cpu=f", "f", ["false"]),
-        ("%accelerate config out=", "", ["cell", "none"]),
-        ("%accelerate config sed=", "", []),
-        ("%accelerate doctor ", "", []),
-        ("%accelerate push mo", "mo", ["model"]),
-        ("%accelerate pull model,h", "h", ["history"]),
-        ("%accelerate start -p b", "b", ["bf16"]),
-        ("%accelerate start --mi", "--mi", ["--mixed-precision"]),
-    ],
-)
-def test_what_fits_is_offered(line: str, symbol: str, expected: list[str]) -> None:
-    parser = AccelerateMagics.accelerate.parser
-    assert candidates(parser, line, symbol, ["model", "history", "_hidden"]) == expected
-
-
-def completed(shell: Any, line: str) -> list[str]:
-    """What a kernel would offer at the end of the first line of a cell."""
-    with provisionalcompleter():
-        return [completion.text for completion in shell.Completer.completions(f"{line}\nx = 1", len(line))]
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [("%%accelerate --mi", "--mixed-precision"), ("%%accelerate -p b", "bf16"), ("%accelerate do", "doctor")],
-)
-def test_the_shell_completes(planned: Any, line: str, expected: str) -> None:
-    assert expected in completed(planned.shell, line)
-
-
-def test_completion_is_taken_back(planned: Any) -> None:
-    line = "%%accelerate --mi"
-    magics = planned.shell.magics_manager.registry["AccelerateMagics"]
-    magics._completer.remove()
-    assert "--mixed-precision" not in completed(planned.shell, line)
-    magics._completer.install()

@@ -82,7 +82,7 @@ def test_help_for_the_accelerator_is_that_of_its_class(planned: Any) -> None:
 def test_completing_imports_no_torch() -> None:
     program = (
         "import sys\n"
-        "from nbaccel.notebook.shell_hooks import public_members\n"
+        "from nbaccel.features.completion.offers import public_members\n"
         "assert len(public_members()) > 50\n"
         "print('torch' in sys.modules)"
     )
