@@ -40,7 +40,8 @@ from nbaccel.launching.ipc.spec import LaunchSpec, Task, TaskWatch, set_up
 from nbaccel.launching.ipc.telemetry import Rings, Telemetry
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.libraries import foreign_trainers_report
-from nbaccel.launching.processes.shutdown import FINISHING, FINISHING_CALLS, NOTICE_AFTER_S, TICK_S, finishing_s
+from nbaccel.launching.processes.keep_running import NOTICE_AFTER_S, TICK_S
+from nbaccel.launching.processes.shutdown import FINISHING, FINISHING_CALLS, finishing_s
 from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.launching.rank.stack_snapshot import scenes
 from nbaccel.output.screens import ConsoleScreen

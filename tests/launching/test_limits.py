@@ -14,7 +14,7 @@ import torch
 from nbaccel import Accelerator, launch
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.spec import ProgramLimit
-from nbaccel.launching.processes.shutdown import TimeLimits
+from nbaccel.launching.processes.keep_running import TimeLimits
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def _open_flag(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Ac
 
 
 class Offers:
-    """What IPython is told when it asks, in one shell.
+    """Answers of one shell to what IPython asks about a line.
 
     Args:
         shell: The shell.

@@ -22,9 +22,9 @@ from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
 from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.kernel_holdings import held_here
 from nbaccel.launching.oom_restart import OomRestartPolicy
+from nbaccel.launching.processes.alarm import endable
 from nbaccel.launching.processes.handle import WorkerHandle
 from nbaccel.launching.processes.rank_results import RankResults
-from nbaccel.launching.processes.shutdown import endable
 from nbaccel.launching.processes.supervisor import RunObservers, open_log
 from nbaccel.launching.processes.workers import WorkerGroup
 from nbaccel.launching.run import Run, record_of

@@ -1,60 +1,44 @@
-"""Shutdown policies of a running worker group, and the time limits that end a run. Run in the kernel.
+"""Shutdown policies of a running worker group that is to end. Run in the kernel, which loads them then.
 
 A policy is asked again and again (`advance`) until the processes are gone. It signals and releases ranks by their
-reports and by the time they have had. It never waits itself. `KeepRunning` holds until every rank has reported, and
-releases all together. Other policies take over: `StopAtStep` when the user has asked, or a time limit has come; `Abort`
-when a rank has failed, `BreakHang` when no rank makes progress; `RecoverPersistent` in these two cases if the ranks are
-persistent: all of them are to become idle again, if they can; `Kill` when the user has asked twice. A time limit ends
-the run as the user's interrupt does: all ranks leave before the same step, and those that save themselves do. `endable`
-lets a limit end the packing of the user's objects too, before ranks have begun.
+reports and by the time they have had. It never waits itself. `StopAtStep` takes over from `KeepRunning` when the user
+has asked, or a time limit has come; `Abort` when a rank has failed, `BreakHang` when no rank makes progress;
+`RecoverPersistent` in these two cases if the ranks are persistent: all of them are to become idle again, if they can;
+`Kill` when the user has asked twice. A time limit ends the run as the user's interrupt does: all ranks leave before the
+same step, and those that save themselves do.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Sequence
 
 from nbaccel.launching.ipc.control import SAVE_GRACE_S, ControlPage
-from nbaccel.launching.ipc.spec import ProgramLimit
 from nbaccel.launching.processes.handle import WorkerHandle
-from nbaccel.launching.processes.interaction import Pollable
+from nbaccel.launching.processes.keep_running import TICK_S, KeepRunning, ShutdownPolicy
 
 __all__ = [
     "FINISHING",
     "FINISHING_CALLS",
     "HANDED_OVER",
-    "NOTICE_AFTER_S",
     "Abort",
     "BreakHang",
     "HandOver",
-    "KeepRunning",
     "Kill",
     "RecoverPersistent",
-    "ShutdownPolicy",
     "StopAtStep",
-    "TimeLimits",
-    "endable",
     "finishing_s",
 ]
 
 FINISHING = "finishing the step, press again to stop now"
 FINISHING_CALLS = "finishing the calls under way, press again to stop now"
 HANDED_OVER = "the program's own handler of interrupts is called in all ranks, before the same step; press again to end"
-NOTICE_AFTER_S = 0.5
-"""Seconds after which a user is told that the interrupt has not ended the run yet."""
-
-TICK_S = 0.02
 _NO_STEP_S = 1.0  # a rank outside of any step may still be about to reach one
 _PATIENCE_S = 5.0  # from an interrupt until a rank is terminated that is in no step, and neither saves nor packs
 _FIRST_STEP_S = 30.0  # no step has been timed yet, and the first one compiles and allocates
 _AFTER_RESULTS_S = 1.0  # the results are here: a rank that does not react only delays the end
 _TERM_TO_KILL_S = 0.5
-_EXIT_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7  # from the failure of a rank until the others are killed, if rank 0 owes results; else a quarter
 _ROWS_S = 5.0  # of values that are sharded, the results are the rows of all ranks
 _HUNG_S = 2.0  # from the interrupt of ranks that hang until they are killed
@@ -79,35 +63,6 @@ def finishing_s(is_stepping: bool, last_step_s: float) -> float:
     if not is_stepping:
         return _NO_STEP_S
     return max(_PATIENCE_S, 2 * last_step_s) if last_step_s else _FIRST_STEP_S
-
-
-class ShutdownPolicy:
-    """Releases ranks once all have reported, or none needs them any more; the base class of the other policies."""
-
-    def __init__(self, members: Sequence[WorkerHandle], now: float) -> None:
-        self.members = members
-        self.began = now
-
-    def advance(self, now: float) -> None:
-        """Do what is due at `now`."""
-        is_over = not any(member.is_working for member in self.members)
-        for member in self.members:
-            if is_over or (member.report is not None and member.report.holds_nothing):
-                member.release(now)
-        self._reap_the_slow(now)
-
-    def due_in(self, now: float) -> float | None:
-        """Return the seconds until `advance` may have something to do; None while only events matter."""
-        return TICK_S * 5 if any(member.released_at for member in self.members) else None
-
-    def _reap_the_slow(self, now: float) -> None:
-        for member in self.members:
-            if member.released_at is not None and not member.has_ended and now > member.released_at + _EXIT_S:
-                member.kill()
-
-
-class KeepRunning(ShutdownPolicy):
-    """Shutdown policy of a run that nothing has ended yet."""
 
 
 class HandOver(KeepRunning):
@@ -144,6 +99,9 @@ class HandOver(KeepRunning):
 class Kill(ShutdownPolicy):
     """Sends SIGTERM at once, and SIGKILL half a second later."""
 
+    breaks_off = True
+    kills = True
+
     def __init__(self, members: Sequence[WorkerHandle], now: float) -> None:
         super().__init__(members, now)
         for member in members:
@@ -172,6 +130,7 @@ class Abort(ShutdownPolicy):
     has reacted would read its results behind that wait; so the page asks for that wait to be ended.
     """
 
+    breaks_off = True
     _has_cut = False
 
     def __init__(self, members: Sequence[WorkerHandle], now: float, page: ControlPage, wants_results: bool) -> None:
@@ -247,6 +206,8 @@ class StopAtStep(ShutdownPolicy):
     rank is terminated. A wait in a connection for a rank that works no more ends with that rank's process: so before a
     rank is terminated, which loses what it has trained, those that have reported are let go.
     """
+
+    stops_at_step = True
 
     def __init__(self, members: Sequence[WorkerHandle], now: float, page: ControlPage) -> None:
         super().__init__(members, now)
@@ -350,173 +311,3 @@ class StopAtStep(ShutdownPolicy):
         if member.stays and member is not self.members[0]:
             return []
         return [each for each in self.members if not each.is_working and each.takes_part and not each.has_ended]
-
-
-class TimeLimits:
-    """The limits of one run, the earliest of which ends it.
-
-    Args:
-        launch_s: That of the launch, counted from `began`.
-        program: A limit that an earlier attempt of the run had set.
-    """
-
-    def __init__(
-        self, page: ControlPage, began: float, launch_s: float | None = None, program: ProgramLimit | None = None
-    ) -> None:
-        self._page = page
-        self._launch_at = None if launch_s is None else began + launch_s
-        self._earlier = program
-        self._excused_s = 0.0
-
-    def excuse(self, seconds: float) -> None:
-        """Exclude the seconds that a debugger prompt was open."""
-        self._excused_s += seconds
-
-    @property
-    def program(self) -> ProgramLimit | None:
-        """Return the earliest limit that the program has set, if any."""
-        told = [ProgramLimit(*limit) for limit in self._page.time_limits()]
-        return min([*told, *([] if self._earlier is None else [self._earlier])], default=None, key=lambda each: each.at)
-
-    @property
-    def ends_at(self) -> float | None:
-        """Return the time at which the run is to end, by the present limits; None without a limit."""
-        program = self.program
-        ends = [at for at in (self._launch_at, None if program is None else program.at) if at is not None]
-        return min(ends) + self._excused_s if ends else None
-
-    @property
-    def is_programs(self) -> bool:
-        """Return whether the program's limit is the earliest."""
-        program = self.program
-        return program is not None and (self._launch_at is None or program.at < self._launch_at)
-
-
-_AGAIN_S = 0.2
-"""Seconds until the next interrupt, if the user's code has caught the one before."""
-
-
-@contextmanager
-def endable(seconds: float | None, beside: Sequence[Pollable] = ()) -> Iterator[None]:
-    """Interrupt the block if it takes longer than `seconds` (None for no limit), or when one of `beside` asks for it.
-
-    It is used while the user's objects are packed. Packing runs code of the user (``__reduce__``, ``__getstate__``),
-    which may take long or never return. The ranks have not begun then, so an interrupt ends it as it ends any cell. The
-    time limit becomes an interrupt, and so do the requests of those that watch the run from beside: a run in the
-    background is packed in its own thread.
-
-    The main thread is interrupted by SIGINT, which also ends a `sleep`; another thread before its next line of Python.
-
-    Raises:
-        TimeoutError: The block took longer; with the text of the KeyboardInterrupt that ended it.
-
-    Example:
-        >>> with endable(60):
-        ...     sum(range(10))
-        45
-    """
-    if seconds is None and not beside:
-        yield
-        return
-    alarm = _Alarm(seconds)
-    for each in beside:
-        each.begins(alarm.interrupt)
-    told = ""
-    try:
-        alarm.start()
-        yield
-    except KeyboardInterrupt as interrupt:
-        told = str(interrupt)
-        if not alarm.has_rung:
-            raise
-        where = f": {told}" if told else ""
-        raise TimeoutError(f"the time limit of {seconds:g} s was over before a rank had its work{where}") from None
-    finally:
-        while not alarm.is_off:
-            try:
-                alarm.stop()
-            except KeyboardInterrupt:  # between two of these lines; the alarm's next interrupt is 0.2 s away
-                alarm.note_interrupt()
-        if alarm.is_interrupted:  # it was the user's, who must not have to interrupt twice
-            raise KeyboardInterrupt(told)
-
-
-class _Alarm:
-    """Interrupts the thread that made it repeatedly, from `seconds` or an interrupt on until the block is left.
-
-    Attributes:
-        has_rung: The time was over before any interrupt.
-        is_off: It sends no more interrupts.
-        is_interrupted: Another source has interrupted this thread while the block was being left.
-    """
-
-    def __init__(self, seconds: float | None) -> None:
-        self.has_rung = False
-        self.is_off = False
-        self.is_interrupted = False
-        self._has_sent = False
-        self._is_pressed = False
-        self._is_awake = threading.Event()
-        self._seconds = seconds
-        self._is_over = threading.Event()
-        self._lock = threading.Lock()
-        self._ident = threading.get_ident()
-        self._is_main = threading.current_thread() is threading.main_thread()
-        self._previous: Any = None
-        self._thread = threading.Thread(target=self._watch, name="nbaccel-limit", daemon=True)
-
-    def start(self) -> None:
-        if self._is_main:
-            self._previous = signal.signal(signal.SIGINT, self._interrupted)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Send no more interrupts, and absorb one on its way: the handler ignores it, a thread's is caught here.
-
-        It is not taken back: CPython up to 3.12 would keep looking for it, in every thread and for ever, and a thread
-        that is being profiled or debugged would make no progress at all.
-        """
-        self._is_over.set()
-        self._is_awake.set()
-        with self._lock:
-            pass  # nothing is sent from here on
-        if not self._is_main:
-            with suppress(KeyboardInterrupt):
-                for _ in range(100):  # it arrives at a jump back in a loop
-                    pass
-        with suppress(RuntimeError):  # it was not started
-            self._thread.join()
-        if self._is_main:
-            with suppress(TypeError):  # the previous handler was set by C code
-                signal.signal(signal.SIGINT, self._previous)
-        self.is_off = True
-
-    def interrupt(self) -> None:
-        """Ask for the interrupt, from any thread; once the block is left it does nothing."""
-        self._is_pressed = True
-        self._is_awake.set()
-
-    def _watch(self) -> None:
-        self._is_awake.wait(self._seconds)
-        while not self._is_over.is_set():
-            with self._lock:
-                if self._is_over.is_set():
-                    return
-                self.has_rung = self.has_rung or not self._is_pressed
-                self._has_sent = True
-                if self._is_main:
-                    signal.pthread_kill(self._ident, signal.SIGINT)
-                else:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(self._ident), ctypes.py_object(KeyboardInterrupt)
-                    )
-            self._is_over.wait(_AGAIN_S)
-
-    def _interrupted(self, number: int, frame: Any) -> None:
-        if not self._is_over.is_set():
-            raise KeyboardInterrupt
-        self.note_interrupt()
-
-    def note_interrupt(self) -> None:
-        """Remember an interrupt that comes while the block is left, unless it may be one of this alarm's own."""
-        self.is_interrupted = self.is_interrupted or not self._has_sent

@@ -30,7 +30,6 @@ from nbaccel.launching.processes.attached_debugger import fork, leave_debugger, 
 from nbaccel.launching.processes.calling_thread import CallingThread
 from nbaccel.launching.processes.handle import WorkerProcess
 from nbaccel.launching.processes.interaction import Pollable
-from nbaccel.launching.processes.shutdown import endable
 from nbaccel.launching.rank.connections import Connections
 from nbaccel.launching.rank.inherited import what_closes_itself
 from nbaccel.launching.rank.jupyter import kernel_ports
@@ -280,6 +279,8 @@ class ZygoteStart:
         self._zygote().get_ready()
 
     def pack(self, task: Task, world_size: int, timeout_s: float | None, beside: Sequence[Pollable]) -> None:
+        from nbaccel.launching.processes.alarm import endable  # a forked run sends nothing
+
         with endable(timeout_s, beside):
             self._payload = task.pack()
 

@@ -27,23 +27,11 @@ from nbaccel.launching.ipc.telemetry import Telemetry
 from nbaccel.launching.processes.handle import WorkerHandle
 from nbaccel.launching.processes.hangs import Hang, HangWatch
 from nbaccel.launching.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
+from nbaccel.launching.processes.keep_running import NOTICE_AFTER_S, KeepRunning, ShutdownPolicy, TimeLimits
 from nbaccel.launching.processes.notebook_queues import NotebookQueues
 from nbaccel.launching.processes.rank_losses import EndOfRun, RestartRanks, restart_line
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, Wait, driven
-from nbaccel.launching.processes.shutdown import (
-    HANDED_OVER,
-    NOTICE_AFTER_S,
-    Abort,
-    BreakHang,
-    HandOver,
-    KeepRunning,
-    Kill,
-    RecoverPersistent,
-    ShutdownPolicy,
-    StopAtStep,
-    TimeLimits,
-)
 from nbaccel.launching.processes.workers import WorkerGroup, files_being_written
 from nbaccel.output.router import KEPT_BYTES, OutputRouter, Screen
 
@@ -186,14 +174,14 @@ class Supervisor:
                 key.data()
             self._start_lost_ranks_again()
             now = time.monotonic()
-            if self._has_quit and not isinstance(ending, Abort | Kill):
+            if self._has_quit and not ending.breaks_off:
                 ending = self._breaking_off(now)
             elif self._interrupts.count > interrupts:
                 interrupts = self._interrupts.count
                 for each in self._beside:
                     each.interrupted(interrupts)
                 ending = self._interrupted(ending, now)
-            elif isinstance(ending, KeepRunning):
+            elif ending.keeps_running:
                 if page.saves_itself and not self._has_grace:
                     self._has_grace = True
                     self._worker_group.guard(f"={SAVE_GRACE_S:g}")
@@ -205,19 +193,19 @@ class Supervisor:
                     self._is_own_limit = self._limits.is_programs
                     ending = self._stopping(now)
                 elif self._why_fork_fails is not None:
-                    ending = Kill(self._members, now)
+                    ending = self._killing(now)
                 elif self._causes.are_known(now):
                     pids = [member.process.pid for member in self._members]
                     self._open_files = files_being_written(pids, self._worker_group.folder)
                     ending = self._breaking_off(time.monotonic())
                 elif (hang := self._hangs.tick(now)) is not None:
                     self._hang = hang
-                    ending = (RecoverPersistent if self._end.stays else BreakHang)(self._members, now, page)
-            if isinstance(ending, StopAtStep) and not has_noticed and now > ending.began + NOTICE_AFTER_S:
+                    ending = self._breaking_hang(now)
+            if ending.stops_at_step and not has_noticed and now > ending.began + NOTICE_AFTER_S:
                 has_noticed = True
                 if notice := ending.notice:
                     self._notice(notice)
-            self._is_running = isinstance(ending, KeepRunning)
+            self._is_running = ending.keeps_running
             ending.advance(now)
             self._queues.tick(now, self._members)
             self._router.tick()
@@ -228,17 +216,26 @@ class Supervisor:
     def _interrupted(self, ending: ShutdownPolicy, now: float) -> ShutdownPolicy:
         """Return the policy after one more interrupt."""
         interrupts_so_far = self._interrupts.count - self._handed_over
-        if interrupts_so_far == 1 and not self._handed_over and isinstance(ending, KeepRunning) and self._has_handlers:
+        if interrupts_so_far == 1 and not self._handed_over and ending.keeps_running and self._has_handlers:
+            from nbaccel.launching.processes.shutdown import HANDED_OVER, HandOver
+
             self._handed_over = 1
             self._notice(HANDED_OVER)
             return HandOver(self._members, now, self._page)
-        if isinstance(ending, StopAtStep) or interrupts_so_far > 1:
+        if ending.stops_at_step or interrupts_so_far > 1:
             # A `Kill` is kept: a new one at every interrupt would delay its SIGKILL.
-            return ending if isinstance(ending, Kill) else Kill(self._members, now)
+            return ending if ending.kills else self._killing(now)
         return self._stopping(now)
+
+    def _killing(self, now: float) -> ShutdownPolicy:
+        from nbaccel.launching.processes.shutdown import Kill
+
+        return Kill(self._members, now)
 
     def _stopping(self, now: float) -> ShutdownPolicy:
         """Return the policy that lets all ranks leave before the same step."""
+        from nbaccel.launching.processes.shutdown import StopAtStep
+
         self._stops_all = all(member.is_working or not member.takes_part for member in self._members)
         return StopAtStep(self._members, now, self._page)
 
@@ -251,9 +248,17 @@ class Supervisor:
 
     def _breaking_off(self, now: float) -> ShutdownPolicy:
         """Return the policy for a rank that left in the middle of a run: the others cannot go on."""
+        from nbaccel.launching.processes.shutdown import Abort, RecoverPersistent
+
         if self._end.stays:
             return RecoverPersistent(self._members, now, self._page)
         return Abort(self._members, now, self._page, self._end.wants_results)
+
+    def _breaking_hang(self, now: float) -> ShutdownPolicy:
+        """Return the policy for ranks of which none makes progress."""
+        from nbaccel.launching.processes.shutdown import BreakHang, RecoverPersistent
+
+        return (RecoverPersistent if self._end.stays else BreakHang)(self._members, now, self._page)
 
     def _due_in(self, ending: ShutdownPolicy) -> float | None:
         """Return the seconds until something is due; None while only events matter."""

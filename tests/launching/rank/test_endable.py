@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from nbaccel.launching.processes.alarm import endable
 from nbaccel.launching.processes.interaction import Pollable
-from nbaccel.launching.processes.shutdown import endable
 from nbaccel.namespace.payload import pack
 
 
@@ -154,7 +154,7 @@ def test_a_profiled_program_gets_on_after_an_interrupt_of_another_thread() -> No
     """In a program of its own: the defect that this is about cannot be ended from inside."""
     program = """
 import sys, threading, time
-from nbaccel.launching.processes.shutdown import endable
+from nbaccel.launching.processes.alarm import endable
 
 def work():
     try:
