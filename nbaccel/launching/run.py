@@ -272,7 +272,7 @@ def record_of(
         ended: The end of the last attempt.
         error: That of the rank that failed, if one did.
     """
-    ended.joined.checkpoint = checkpoint
+    ended.checkpoint = checkpoint
     size = len(ended.reports)
     return Run(
         [None] * size,

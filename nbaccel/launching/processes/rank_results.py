@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.quantities import duration, plural
 from nbaccel.display.history import History
 from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.ipc.spec import ProgramLimit, Task
 from nbaccel.launching.processes.hangs import Hang
-from nbaccel.launching.processes.joined_tensors import JoinedTensors
 from nbaccel.namespace.kind import Change
 from nbaccel.namespace.payload import rows_in, unpack_what_can_be_rebuilt
+
+if TYPE_CHECKING:
+    from nbaccel.launching.processes.joined_tensors import JoinedTensors
 
 __all__ = [
     "RankResults",
@@ -65,7 +67,7 @@ class RankResults:
         lost: By rank, why the machine that it ran on was given up; empty if it was not.
 
     Attributes:
-        joined: The sharded tensors of which its ranks have sent rows.
+        checkpoint: The newest one of the run, which is named if rows of sharded tensors do not fit together.
     """
 
     task: Task
@@ -88,10 +90,12 @@ class RankResults:
     has_written: bool = False
     lost: list[str] = field(default_factory=list)
     nodes: Sequence[str] = ()
-    joined: JoinedTensors = field(init=False)
+    checkpoint: str = field(init=False, default="")
+    _rows_of: list[RankReport | None] = field(init=False)
+    _joined: JoinedTensors | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.joined = JoinedTensors(self.reports)
+        self._rows_of = self.reports
 
     @property
     def ended_by(self) -> int | None:
@@ -122,8 +126,20 @@ class RankResults:
     def join(self, others: RankResults) -> None:
         """Take rows from another run, in which those ranks took part that had no part in this one."""
         pairs = zip(self.reports, others.reports, strict=True)
-        reports = [theirs if mine is None or mine.payload_fd < 0 else mine for mine, theirs in pairs]
-        self.joined = JoinedTensors(reports, self.joined.checkpoint)
+        self._rows_of = [theirs if mine is None or mine.payload_fd < 0 else mine for mine, theirs in pairs]
+        self._joined = None
+
+    def whole(self, key: str) -> Any:
+        """Return the whole tensor with this key, of which its ranks have sent rows.
+
+        Raises:
+            CannotJoin: Rows of it are missing, or do not belong together.
+        """
+        if self._joined is None:
+            from nbaccel.launching.processes.joined_tensors import JoinedTensors  # most runs have no sharded tensor
+
+            self._joined = JoinedTensors(self._rows_of, self.checkpoint)
+        return self._joined.whole(key)
 
     def values(self, rank: int | None = None) -> dict[str, Any]:
         """Return the names and objects that `rank`, by default the task's result rank, sent back; empty if it died."""
@@ -147,7 +163,7 @@ class RankResults:
                 anchored=task.anchored,
                 placed=task.placed,
                 is_lasting=True,
-                joined=self.joined,
+                joined=self,
             )
         except Exception:
             if self.ended_by is None:
@@ -190,7 +206,8 @@ class RankResults:
 
     def close(self) -> None:
         """Release the data that the ranks sent."""
-        self.joined.close()
+        if self._joined is not None:
+            self._joined.close()
         for report in self.reports:
             if report is not None:
                 report.close()
