@@ -22,7 +22,6 @@ from nbaccel.launching.ipc.import_hooks import Action, when_found, when_found_me
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import TaskWatch
 from nbaccel.launching.libraries.nested_launchers import refuse_launchers
-from nbaccel.launching.libraries.own_card import let_the_local_rank_be_the_only_card
 
 __all__ = [
     "ONE_PROGRAM",
@@ -59,13 +58,17 @@ class OtherLibraries(RankPart):
         self.store_path = store_path
         self.knows_ranks = True
         self.watch: TaskWatch | None = None
-        self._sees_one_card = sees_one_card
+        self._as_own_card: Callable[[World], None] | None = None
+        if sees_one_card:  # here, since a forked rank is made in the kernel
+            from nbaccel.launching.libraries.own_card import let_the_local_rank_be_the_only_card
+
+            self._as_own_card = let_the_local_rank_be_the_only_card
 
     def install(self) -> None:
         refuse_launchers(self.world)
         vars(sys).pop("ps1", None)  # no library shall take this process for an interactive one
-        if self._sees_one_card:
-            let_the_local_rank_be_the_only_card(self.world)
+        if self._as_own_card is not None:
+            self._as_own_card(self.world)
         self.meet(_RANKS, _LOGINS, REPORTS)
         if self.store_path:
             self.meet(ONE_PROGRAM)

@@ -1,6 +1,6 @@
 """Stacks of ranks that are asked for them: where each is, and whether it waits for the others. Runs in the kernel.
 
-`hangs` asks when ranks make no progress. The answers are files of text, which the ranks write.
+`standstill` asks when ranks make no progress. The answers are files of text, which the ranks write.
 """
 
 from __future__ import annotations

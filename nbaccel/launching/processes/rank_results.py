@@ -14,12 +14,12 @@ from nbaccel.base.quantities import duration, plural
 from nbaccel.display.history import History
 from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.ipc.spec import ProgramLimit, Task
-from nbaccel.launching.processes.hangs import Hang
 from nbaccel.namespace.kind import Change
 from nbaccel.namespace.payload import rows_in, unpack_what_can_be_rebuilt
 
 if TYPE_CHECKING:
     from nbaccel.launching.processes.joined_tensors import JoinedTensors
+    from nbaccel.launching.processes.standstill import Hang
 
 __all__ = [
     "RankResults",

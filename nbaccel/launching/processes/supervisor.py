@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from nbaccel.base.events import Listener, RankRestarted
 from nbaccel.base.world import is_notebook_kernel
@@ -25,7 +25,7 @@ from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.ipc.spec import RunEnd, Task
 from nbaccel.launching.ipc.telemetry import Telemetry
 from nbaccel.launching.processes.handle import WorkerHandle
-from nbaccel.launching.processes.hangs import Hang, HangWatch
+from nbaccel.launching.processes.hangs import HangWatch
 from nbaccel.launching.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
 from nbaccel.launching.processes.keep_running import NOTICE_AFTER_S, KeepRunning, ShutdownPolicy, TimeLimits
 from nbaccel.launching.processes.notebook_queues import NotebookQueues
@@ -34,6 +34,9 @@ from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, Wait, driven
 from nbaccel.launching.processes.workers import WorkerGroup, files_being_written
 from nbaccel.output.router import KEPT_BYTES, OutputRouter, Screen
+
+if TYPE_CHECKING:
+    from nbaccel.launching.processes.standstill import Hang
 
 __all__ = [
     "BadFork",
