@@ -65,8 +65,8 @@ PRINTS = {
     "features/batch_size/estimate_command.py": "a command answers by printing",
     "launching/rank/debugger.py": "a debugger speaks beside the lines of pdb",
     "launching/tasks/cell_task.py": "`%%time` inside a cell answers in the rank's output",
-    "launching/ipc/patches.py": "a line of the rank before its cell",
-    "launching/ipc/library_settings.py": "a line of the rank before its cell",
+    "features/clean_start/patches.py": "a line of the rank before its cell",
+    "features/clean_start/library_settings.py": "a line of the rank before its cell",
     "notebook/magics.py": "the table of the flags, without a session",
     "train/distributed/process_control.py": "`accelerator.print` is print",
 }

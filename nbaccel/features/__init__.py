@@ -65,6 +65,7 @@ _TABLE = {  # "module:object", below this package
     "nbaccel demo": "scripts.demo_command:add_arguments",
     "nbaccel estimate-memory": "batch_size.estimate_command:add_arguments",
     # other ways to start
+    "ranks from a clean process": "clean_start.zygote:Zygote",
     "launch(nodes=...)": "cluster.cell_mode:launch_on_nodes",
     # what leaves the GPUs for a run
     "free_kernel": "free_kernel.models_on_host:models_on_host",

@@ -54,9 +54,9 @@ from nbaccel.namespace.open_files import LOG_FOLDER
 from nbaccel.output.router import Screen
 
 if TYPE_CHECKING:
+    from nbaccel.features.clean_start.zygote import Zygote
     from nbaccel.features.persistent.persistent_workers import PersistentWorkers
     from nbaccel.launching.diagnosis import FailedRun, PostMortem
-    from nbaccel.launching.processes.zygote import Zygote
 
 __all__ = [
     "Lasting",
@@ -427,10 +427,9 @@ class LauncherResources:
         if self._zygote is not None and not self._zygote.is_usable:
             self._end_zygote()
         if self._zygote is None:
-            from nbaccel.launching.processes.zygote import Zygote  # a forked run has none
-
-            self._zygote = Zygote(self.kernel_pidfd, has_shell="IPython" in sys.modules)
-            self.guard(f"+{self._zygote.pid}")
+            zygote: Zygote = feature("ranks from a clean process")(self.kernel_pidfd, "IPython" in sys.modules)
+            self._zygote = zygote
+            self.guard(f"+{zygote.pid}")
         return self._zygote
 
     def new_log(self) -> str:

@@ -10,6 +10,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import duration
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.views import Views
-from nbaccel.errors import LaunchRefused
+from nbaccel.errors import FeatureMissing, LaunchRefused
 from nbaccel.features import feature
 from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.kernel_holdings import Unmoved, held_here, movable
@@ -281,7 +282,8 @@ class Session:
 
     def start_zygote(self) -> None:
         """Start a clean process for the first cell that needs one; return while it is still loading torch."""
-        self.launcher.resources.zygote()
+        with suppress(FeatureMissing):  # a cell that needs it says so
+            self.launcher.resources.zygote()
 
     def close(self) -> None:
         """End everything that runs for this notebook."""

@@ -231,7 +231,7 @@ def test_an_interrupt_while_the_clean_process_loads_torch_ends_the_cell_before_a
     fresh.do("%load_ext nbaccel\nimport torch, torch.distributed, torch._dynamo, torch.nn.parallel")
     touch = "from pathlib import Path\nPath('ran').touch()"
     running = fresh.begin(accelerate(touch, "zygote"))
-    running.until(lambda _: any("processes.zygote import main" in line for line in _command_lines_below(fresh.pid)))
+    running.until(lambda _: any("clean_start.zygote import main" in line for line in _command_lines_below(fresh.pid)))
     fresh.interrupt()
     cell = running.end(timeout_s=20)
     cell.failed("KeyboardInterrupt")

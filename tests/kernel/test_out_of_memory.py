@@ -8,6 +8,7 @@ import pytest
 
 from fixtures.kernels import Kernels
 from kernel.harness import RealKernel, accelerate
+from starts import ZYGOTE, needs_clean_start
 
 MAKES = """
 import os, torch
@@ -55,7 +56,7 @@ def notebook(kernel: RealKernel) -> RealKernel:
     return kernel
 
 
-@pytest.mark.parametrize(("ranks", "start"), [(1, "fork"), (2, "zygote")])
+@pytest.mark.parametrize(("ranks", "start"), [(1, "fork"), pytest.param(2, "zygote", marks=needs_clean_start)])
 def test_a_cell_that_does_not_fit_ends_with_what_a_fitting_one_trains(
     notebook: RealKernel, ranks: int, start: str
 ) -> None:
@@ -221,7 +222,7 @@ rate = scheduler.get_last_lr()
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "zygote"])
+@pytest.mark.parametrize("start", ["fork", ZYGOTE])
 def test_a_loop_that_prepares_nothing_is_started_again_in_parts_and_trains_what_one_process_would(
     notebook: RealKernel, start: str
 ) -> None:

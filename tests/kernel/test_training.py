@@ -8,6 +8,7 @@ import pytest
 
 from fixtures.kernels import Kernels
 from kernel.harness import RealKernel, accelerate
+from starts import ZYGOTE, needs_clean_start
 
 WARMS_UP = """
 import numpy as np, torch
@@ -90,6 +91,7 @@ CUDA_IS_INITIALISED = ("is_initialized", "lambda: True")
 FORKS_ARE_BROKEN = ("_is_in_bad_fork", "lambda: os.getpid() != kernel_pid")
 
 
+@needs_clean_start
 @pytest.mark.parametrize("fact", [CUDA_IS_INITIALISED, FORKS_ARE_BROKEN], ids=lambda fact: fact[0])
 def test_a_kernel_with_cuda_initialised_trains_by_the_zygote(
     kernel: RealKernel, pretending: Callable[[str, str], None], fact: tuple[str, str]
@@ -109,6 +111,7 @@ def test_a_fork_that_was_asked_for_and_cannot_use_cuda_is_refused(
     assert "user code" not in cell.text
 
 
+@needs_clean_start
 def test_the_line_before_the_run_says_which_cell_initialised_cuda(new_kernel: Kernels) -> None:
     kernel = new_kernel()
     kernel.do("import torch\n%load_ext nbaccel")
@@ -136,6 +139,7 @@ while "pt_autograd_0" not in {task.read_text().strip() for task in Path("/proc/s
 """
 
 
+@needs_clean_start
 def test_a_backward_on_the_cpu_before_does_not_break_the_ranks_and_its_cell_is_named(new_kernel: Kernels) -> None:
     """As on a machine with a GPU, where it starts a thread for the GPU; here the device is one of torch's in Python."""
     kernel = new_kernel()
@@ -162,7 +166,7 @@ def meet():
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "zygote"])
+@pytest.mark.parametrize("start", ["fork", ZYGOTE])
 def test_a_program_that_forms_its_own_process_group_meets_none_of_ours(new_kernel: Kernels, start: str) -> None:
     kernel = new_kernel()
     kernel.do(f"import torch\n%load_ext nbaccel\n{FORMS_A_GROUP}")

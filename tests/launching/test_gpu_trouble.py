@@ -137,9 +137,7 @@ def test_a_process_that_was_told_of_its_gpus_can_still_be_forked() -> None:
 import os, torch
 from nbaccel.base.hardware import Gpu
 from nbaccel.launching.gpu_trouble import before_a_run
-from nbaccel.launching.ipc.kernel_state import TorchFlags
 before_a_run([Gpu(0, "GPU-a", "Tesla T4", 10**9, 0, (7, 5))])
-TorchFlags.capture()
 pid = os.fork()
 if pid == 0:
     os._exit(int(torch.cuda._is_in_bad_fork()))

@@ -10,6 +10,7 @@ import pytest
 
 from environments import reads_assigned_commands
 from nbaccel.errors import NestedLaunch, RankDied, ResultsMissing
+from starts import ZYGOTE
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def test_a_model_trains_in_two_ranks_and_comes_back_into_the_same_object(noteboo
     assert "accelerator" not in notebook.names
 
 
-@pytest.mark.parametrize("start", ["fork", "zygote"])
+@pytest.mark.parametrize("start", ["fork", ZYGOTE])
 def test_prepared_models_inside_of_other_values_come_back_as_they_were_written(notebook: Any, start: str) -> None:
     cell = notebook.run(
         f"%%accelerate -n 2 -p bf16 --out folds,scores --start {start}\n"
@@ -76,7 +77,7 @@ def test_prepared_models_inside_of_other_values_come_back_as_they_were_written(n
         assert fold["optimizer"].param_groups[0]["params"][0] is fold["model"].weight
 
 
-@pytest.mark.parametrize("start", ["fork", "zygote", "inline"])
+@pytest.mark.parametrize("start", ["fork", ZYGOTE, "inline"])
 def test_only_what_out_names_comes_back(notebook: Any, start: str) -> None:
     notebook.run("kept = [0]; class_of_the_notebook = type('C', (), {})")
     cell = notebook.run(

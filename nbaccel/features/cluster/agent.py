@@ -28,6 +28,7 @@ from typing import Any
 from nbaccel.base.hardware import Survey
 from nbaccel.base.world import RUN_FOLDER, World
 from nbaccel.errors import LaunchRefused
+from nbaccel.features.clean_start.zygote import Zygote
 from nbaccel.features.cluster.frames import Frame, FrameReader, FrameWriter, pieces_of, read_some
 from nbaccel.features.cluster.mirrored_lines import MirroredLines
 from nbaccel.features.cluster.node_environment import be_quiet, known_address, own_environment, share_hashes
@@ -42,7 +43,6 @@ from nbaccel.launching.launcher import LauncherResources
 from nbaccel.launching.processes.asked_stacks import ask_for_stack
 from nbaccel.launching.processes.handle import WorkerProcess
 from nbaccel.launching.processes.workers import RankEnds
-from nbaccel.launching.processes.zygote import Zygote
 
 __all__ = ["GREETING", "LISTS", "Agent", "main"]
 

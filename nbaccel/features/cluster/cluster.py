@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launching.ipc.kernel_state import Surroundings
-from nbaccel.launching.ipc.patches import PatchFinder
+from nbaccel.features.clean_start.captured_state import Surroundings
+from nbaccel.features.clean_start.patches import PatchFinder
+from nbaccel.features.clean_start.zygote import ForkingProcess, state_of_the_kernel
 from nbaccel.launching.ipc.spec import WorkerBoot
 from nbaccel.launching.processes.handle import WorkerProcess
-from nbaccel.launching.processes.zygote import ForkingProcess, state_of_the_kernel
 from nbaccel.namespace.payload import Payload
 
 __all__ = ["Cluster", "Placement"]

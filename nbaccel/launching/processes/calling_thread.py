@@ -3,7 +3,7 @@
 A rank is forked by a thread that was made for it (`ForkStart`), and a child has only that thread. So the values of the
 notebook's own thread would be missing in it, without a word: the precision of `decimal` and what NumPy does about
 divisions by zero are context variables; MLflow has its active run, and SQLAlchemy a scoped session, in a
-`threading.local`. In ranks of the zygote `Arithmetic` sets the first two; the others cannot be sent.
+`threading.local`. In ranks of a clean process `Arithmetic` sets the first two; the others cannot be sent.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.launching.ipc.kernel_state import TorchFlags
+from nbaccel.launching.ipc.thread_flags import OF_A_THREAD, read_flags, set_flags
 
 __all__ = ["CallingThread"]
 
@@ -39,7 +39,7 @@ class CallingThread:
     """
 
     context: contextvars.Context
-    torch_flags: TorchFlags
+    torch_flags: Mapping[str, Any]
     local_values: dict[str, Any]
 
     @classmethod
@@ -48,7 +48,7 @@ class CallingThread:
         here = _values_of_this_thread() if sys.version_info < (3, 13) else {}
         not_ours = {_key(each) for each in _of_the_kernel()}
         values = {key: value for key, value in here.items() if str(key).startswith(_KEY) and key not in not_ours}
-        return cls(contextvars.copy_context(), TorchFlags.of_this_thread(), values)
+        return cls(contextvars.copy_context(), read_flags(OF_A_THREAD), values)
 
     def enter(self) -> None:
         """Give the thread that calls it these values, and the processes that it forks. It runs in `context` already.
@@ -57,7 +57,7 @@ class CallingThread:
         """
         if self.local_values:
             _values_of_this_thread().update(self.local_values)
-        self.torch_flags.apply()
+        set_flags(OF_A_THREAD, self.torch_flags)
 
     @staticmethod
     @contextlib.contextmanager

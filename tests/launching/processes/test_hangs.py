@@ -26,7 +26,7 @@ from nbaccel.errors import RanksFailed
 from nbaccel.launching.api import launch
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.user_code import ASK
-from nbaccel.launching.processes import hangs
+from nbaccel.launching.processes import hangs, standstill
 from nbaccel.launching.processes.asked_stacks import Question, Stack
 from nbaccel.launching.processes.handle import WorkerHandle
 from nbaccel.launching.processes.hangs import HangWatch
@@ -286,7 +286,7 @@ def test_ranks_that_all_wait_before_their_first_step_are_noticed_and_ranks_that_
     said = capfd.readouterr().err
     assert re.search(r"no rank has entered a step or a collective for \d+ s, and none computes:", said)
     assert said.count("in waits_for_nobody: time.sleep(seconds)") == 2
-    monkeypatch.setattr(hangs, "_IDLE", 0.0)  # on a machine whose cores are all busy a rank computes little
+    monkeypatch.setattr(standstill, "_IDLE", 0.0)  # on a machine whose cores are all busy a rank computes little
     launch(computes, 1, (3.0,), start_method="fork", cpu=True)
     assert "none computes" not in capfd.readouterr().err
 
@@ -481,9 +481,9 @@ def test_a_rank_that_gets_no_processor_on_a_busy_machine_is_not_taken_for_one_th
     training = Stack([("/torch/graph.py", 979, "_engine_run_backward"), ("/tmp/train.py", 8, "<module>")])
     answers = {0: waiting, 1: training}
     monkeypatch.setattr(Question, "answers", lambda self: answers)
-    monkeypatch.setattr(hangs, "_seconds_used", lambda member: 0.0)
+    monkeypatch.setattr(standstill, "_seconds_used", lambda member: 0.0)
     wants = True
-    monkeypatch.setattr(hangs, "_wants_a_processor", lambda member: wants)
+    monkeypatch.setattr(standstill, "_wants_a_processor", lambda member: wants)
     watch, _, told = watched(page, tmp_path)
     for now in (1.0, 7.0, 11.5, 12.5):
         assert watch.tick(now) is None

@@ -29,8 +29,8 @@ from torch.utils.data import dataloader
 from nbaccel.errors import CannotSplit
 from nbaccel.features.check.dry_run.function_hooks import FunctionHooks
 from nbaccel.features.check.dry_run.loop_log import DryRunEnded
+from nbaccel.features.clean_start.torch_flags import TorchFlags
 from nbaccel.features.source.fingerprint import checksum_of
-from nbaccel.launching.ipc.kernel_state import TorchFlags
 from nbaccel.train.data.counting import as_counted
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.prepare_loader import LoaderChoice

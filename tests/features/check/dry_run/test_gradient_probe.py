@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel.features.check.dry_run.gradient_probe import GradientProbe, plain_arithmetic
-from nbaccel.launching.ipc.kernel_state import TorchFlags
+from nbaccel.features.clean_start.torch_flags import TorchFlags
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 

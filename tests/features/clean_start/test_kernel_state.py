@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launching.ipc.kernel_state import KernelState
+from nbaccel.features.clean_start.captured_state import KernelState
 
 
 def test_a_filter_for_a_packages_warnings_waits_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import CannotSend, LaunchRefused
+from nbaccel.features.clean_start import zygote as zygote_module
 from nbaccel.launching import api as functions_module
 from nbaccel.launching.api import launch
 from nbaccel.launching.ipc.reaper import session_members
 from nbaccel.launching.launcher import Launcher, LauncherResources
-from nbaccel.launching.processes import zygote as zygote_module
 from nbaccel.launching.rank.lifetime import DeathWatch
 
 

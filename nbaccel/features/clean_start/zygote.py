@@ -2,7 +2,7 @@
 
 It serves kernels whose own state would break a fork, above all a CUDA context. It is exec'd, so it has none of the
 kernel's sockets, threads or contexts; it forks in milliseconds, because torch is loaded already. At every launch a rank
-gets the state that a fork would have inherited (`inherit.py`) and the names its task reads (`payload.py`).
+gets the state that a fork would have inherited (`captured_state`) and the names its task reads (`namespace/payload`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, NoReturn
 
 from nbaccel.base.world import World
 from nbaccel.errors import LaunchRefused
+from nbaccel.features.clean_start.captured_state import KernelState, Surroundings
+from nbaccel.features.clean_start.library_settings import LibrarySettings
+from nbaccel.features.clean_start.patches import PatchFinder
 from nbaccel.launching.ipc.channel import Channel
 from nbaccel.launching.ipc.control import SAVE_GRACE_S
 from nbaccel.launching.ipc.import_hooks import when_loaded
-from nbaccel.launching.ipc.kernel_state import KernelState, Surroundings
-from nbaccel.launching.ipc.library_settings import LibrarySettings
-from nbaccel.launching.ipc.patches import PatchFinder
 from nbaccel.launching.ipc.rank_part import watch_of_flags
 from nbaccel.launching.ipc.reaper import kill_session, session_members
 from nbaccel.launching.ipc.spec import Task, WorkerBoot, load_named

@@ -6,7 +6,7 @@ imports it. A handler that cannot be sent is named in one line.
 
 Not sent, since nothing lists them: codecs and their error handlers, the configuration of torch's compiler, and
 variables of other packages that a cell has changed. Random states, warnings, `decimal`, NumPy and torch's switches are
-in `kernel_state`, patches of torch in `patches`.
+in `captured_state`, patches of torch in `patches`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbaccel.launching.ipc.patches import PatchFinder
+from nbaccel.features.clean_start.patches import PatchFinder
 
 PACKAGES = {
     "of_a_class": "import torch\ntorch.nn.Identity.forward = lambda self, x: x + 41\n",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import subprocess
 import sys
 import threading
 import warnings
@@ -17,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.launching.ipc import kernel_state
-from nbaccel.launching.ipc.kernel_state import TorchFlags
+from nbaccel.features.clean_start import torch_flags
+from nbaccel.features.clean_start.torch_flags import TorchFlags
 
 SETTERS = [
     "torch.set_default_dtype(torch.float64)",
@@ -236,9 +237,9 @@ def test_what_nobody_has_set_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> 
     def record(name: str, torch: Any, value: Any) -> None:
         touched.append(name)
 
-    for name, flag in kernel_state._FLAGS.items():
+    for name, flag in torch_flags._FLAGS.items():
         recording = dataclasses.replace(flag, write=functools.partial(record, name))
-        monkeypatch.setitem(kernel_state._FLAGS, name, recording)
+        monkeypatch.setitem(torch_flags._FLAGS, name, recording)
     TorchFlags.capture().apply()
     assert touched == []
     dataclasses.replace(TorchFlags.capture(), values={"backends.cudnn.benchmark": True, "grad_enabled": True}).apply()
@@ -339,3 +340,17 @@ def test_a_thread_is_given_what_torch_keeps_per_thread() -> None:
         return [*seen, torch.ones(1).device.type]
 
     assert apart(runs) == [("cpu", True), ("meta", False), "cpu", "meta"]
+
+
+def test_a_process_whose_switches_were_read_can_still_be_forked() -> None:
+    program = """
+import os, torch
+from nbaccel.features.clean_start.torch_flags import TorchFlags
+TorchFlags.capture()
+pid = os.fork()
+if pid == 0:
+    os._exit(int(torch.cuda._is_in_bad_fork()))
+print("broken" if os.waitpid(pid, 0)[1] else "good")
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert answer.stdout == "good\n", answer.stderr
