@@ -24,12 +24,12 @@ from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused, ResultsMissing, RunStopped
 from nbaccel.features import feature
 from nbaccel.launching.diagnosis import PostMortem
-from nbaccel.launching.earlier_models import refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec
 from nbaccel.launching.kernel_holdings import Unmoved, movable
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
+from nbaccel.launching.made_in_cells import refuse_what_stays_here
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.processes.rank_results import RankResults

@@ -40,7 +40,6 @@ from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.ipc import reaper
 from nbaccel.launching.ipc.spec import LaunchSpec, Start, load_named
 from nbaccel.launching.ipc.user_code import cell_name
-from nbaccel.launching.kernel_holdings import held_here
 from nbaccel.launching.libraries import what_meets_loaded_libraries
 from nbaccel.launching.processes.attached_debugger import undebugged, untrace
 from nbaccel.launching.processes.rank_results import RankResults
@@ -190,6 +189,7 @@ class Launcher:
                     if ended.first_failed is None:
                         break  # and what follows a failure is not loaded
                     from nbaccel.launching.diagnosis import FailedRun
+                    from nbaccel.launching.kernel_holdings import held_here
 
                     failed = FailedRun(lambda: held_here(namespace))
                 if (again := failed.again(told)) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from nbaccel.display.views import Views
 from nbaccel.errors import FeatureMissing, LaunchRefused
 from nbaccel.features import feature
 from nbaccel.launching.ended_runs import EndedRuns
-from nbaccel.launching.kernel_holdings import Unmoved, held_here, movable
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launching.plan import LaunchPlan, draws_as_here
 from nbaccel.launching.preflight import ProcessState
@@ -39,7 +38,7 @@ from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.rank_counts import RankCounts
 from nbaccel.notebook.rank_memory import RankMemory
 from nbaccel.notebook.shell_hooks import CudaWatch, FailedCells
-from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
+from nbaccel.notebook.shortages import shortages
 from nbaccel.notebook.validation import (
     refuse_contradictions,
     refuse_without_input,
@@ -55,6 +54,7 @@ from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 if TYPE_CHECKING:
     from nbaccel.features.background.background_run import Background, BackgroundRun
     from nbaccel.features.persistent.persistent_session import PersistentSession
+    from nbaccel.launching.kernel_holdings import Unmoved
 
 __all__ = ["LastRun", "Session"]
 
@@ -175,8 +175,8 @@ class Session:
         is_new = host is self.launcher
         needed = self.needed(task, source) if is_new else {}
         is_asked_for = plan.options.free_kernel or (is_new and plan.devices.gpus)
-        aside = self.movable(plan) if is_asked_for else Unmoved()
-        carried = refuse_what_cannot_fit(plan, needed, survey, self.earlier_cells, aside)
+        aside = self.movable(plan) if is_asked_for else None
+        carried = self.copied_models(plan, needed, survey, aside)
         if is_new:
             self.last_plan = plan
         first, *others = str(plan).splitlines() if is_new else [f"in {host}"]
@@ -232,6 +232,8 @@ class Session:
 
     def movable(self, plan: LaunchPlan) -> Unmoved:
         """Return what the notebook could move away from the GPUs of a run."""
+        from nbaccel.launching.kernel_holdings import movable
+
         numbers = {gpu.index for gpu in plan.devices.gpus}
         return movable(self.shell.user_ns, numbers, is_asked_for=bool(plan.options.free_kernel))
 
@@ -257,7 +259,7 @@ class Session:
         needed: Mapping[str, Any],
         carried: Sequence[str],
         survey: Survey,
-        aside: Unmoved,
+        aside: Unmoved | None = None,
     ) -> list[str]:
         """Return a line for each thing that the ranks of the cell will lack or have little of."""
         lines = []
@@ -266,19 +268,34 @@ class Session:
                 lines.append(
                     f"{name} works by a thread of the notebook ({thread}), which ranks lack: make it in this cell"
                 )
-        holdings = held_here(self.shell.user_ns)
-        freed_on = aside.bytes_on if plan.options.free_kernel else lambda device: 0
         troubles: Sequence[str] = ()
+        held: Iterator[str] = iter(())
         if plan.devices.gpus:
             from nbaccel.launching.gpu_trouble import before_a_run
+            from nbaccel.launching.kernel_holdings import Unmoved, held_here
+            from nbaccel.notebook.device_shortages import devices_held
 
+            aside = aside or Unmoved()
+            freed_on = aside.bytes_on if plan.options.free_kernel else lambda device: 0
             troubles = before_a_run(plan.devices.gpus, freed_on)
-        return [
-            *lines,
-            *troubles,
-            *carried,
-            *shortages(plan, source.code, needed, survey, holdings, aside),
-        ]
+            if plan.start.method != "inline":
+                held = devices_held(plan, held_here(self.shell.user_ns), aside)
+        return [*lines, *troubles, *carried, *held, *shortages(plan, source.code, needed, survey)]
+
+    def copied_models(
+        self, plan: LaunchPlan, needed: Mapping[str, Any], survey: Survey, aside: Unmoved | None = None
+    ) -> list[str]:
+        """Return a line for each model on a device that is copied to the ranks of a cell.
+
+        Raises:
+            LaunchRefused: One cannot leave the notebook, or there is no room for what has to be copied.
+        """
+        if not plan.models and plan.start.method != "zygote":
+            return []
+        from nbaccel.launching.kernel_holdings import Unmoved
+        from nbaccel.notebook.device_shortages import refuse_what_cannot_fit
+
+        return refuse_what_cannot_fit(plan, needed, survey, self.earlier_cells, aside or Unmoved())
 
     def start_zygote(self) -> None:
         """Start a clean process for the first cell that needs one; return while it is still loading torch."""

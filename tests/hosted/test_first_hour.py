@@ -225,9 +225,10 @@ def test_data_parallel_from_a_cell_above_is_taken_off_and_trains_right(machine: 
 def test_a_second_try_hears_what_the_notebook_holds(machine: Machine, tmp_path: Path) -> None:
     holds = """
 from nbaccel.base.hardware import Gpu, Survey
-from nbaccel.launching.kernel_holdings import KernelHolding
+import nbaccel.launching.kernel_holdings as _holdings
 import nbaccel.notebook.session as _session
-_session.held_here = lambda names: [KernelHolding("cuda:0", 12 * 10**9, 15 * 10**9, (("model", 8 * 10**9),))]
+KernelHolding = _holdings.KernelHolding
+_holdings.held_here = lambda names: [KernelHolding("cuda:0", 12 * 10**9, 15 * 10**9, (("model", 8 * 10**9),))]
 _gpu = Gpu(0, "GPU-0", "Tesla T4", 15 * 10**9, 13 * 10**9, (7, 5))
 _session.Survey.take = staticmethod(lambda *a, **k: Survey((_gpu,), 4, _hardware.MemoryInfo(30 * 10**9, 28 * 10**9)))
 get_ipython().find_cell_magic("accelerate").__self__.session.survey = _session.Survey.take

@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbaccel.launching.earlier_models
+import nbaccel.launching.kernel_holdings
 import nbaccel.launching.plan
-import nbaccel.notebook.session
 from nbaccel.base.hardware import MemoryInfo, Survey
 from nbaccel.errors import LaunchRefused
-from nbaccel.launching.earlier_models import MadeAt, where_made
 from nbaccel.launching.kernel_holdings import KernelHolding
+from nbaccel.launching.made_in_cells import MadeAt, where_made
 from nbaccel.namespace.names import made_before_read
 from nbaccel.notebook.shortages import loaders_in
 from planned_cells import GB, MAKES_IT, TWO_T4, on_a_device, said, survey, with_gpus
@@ -69,7 +69,7 @@ def test_a_device_that_the_notebook_holds_is_said_with_names_and_the_line_that_f
     planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = KernelHolding("cuda:0", 12 * GB, 15 * GB, (("model", 8 * GB), ("Out[3]", GB)))
-    monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
+    monkeypatch.setattr(nbaccel.launching.kernel_holdings, "held_here", lambda names: [held])
     assert said(planned, "%%accelerate -n 2\nx = 1") == [
         "the notebook itself holds 12.0 of 15.0 GB on cuda:0 (model 8.0 GB, Out[3] 1.0 GB), and 6.0 GB are free there "
         "for rank 0: nbaccel.free_memory(model) in a cell before this one gives it back"
@@ -83,7 +83,7 @@ def test_what_the_notebook_holds_is_weighed_against_what_is_free(
     planned: Any, monkeypatch: pytest.MonkeyPatch, nbytes: int, is_said: bool
 ) -> None:
     held = KernelHolding("cuda:0", nbytes, 15 * GB, (("data", nbytes),))
-    monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
+    monkeypatch.setattr(nbaccel.launching.kernel_holdings, "held_here", lambda names: [held])
     assert bool(said(planned, "%%accelerate -n 2\nx = 1")) is is_said, "6 GB are free"
 
 
@@ -96,7 +96,7 @@ def test_a_card_whose_memory_the_driver_does_not_tell_is_neither_full_nor_too_sm
 ) -> None:
     planned.run(MAKES_IT)
     held = KernelHolding("cuda:0", 12 * GB, 15 * GB, (("data", 8 * GB),))
-    monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
+    monkeypatch.setattr(nbaccel.launching.kernel_holdings, "held_here", lambda names: [held])
     assert said(planned, "%%accelerate -n 1\nx = 1") == []
     on_a_device(model={"cuda:0": 8 * GB})
     (line,) = said(planned, TRAINS.replace("-n 2", "-n 1"))

@@ -24,11 +24,12 @@ from nbaccel.errors import FeatureMissing, LaunchRefused, ResultsMissing
 from nbaccel.features import feature
 from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 from nbaccel.launching.diagnosis import list_of_ranks
-from nbaccel.launching.earlier_models import models_in, refuse_what_stays_here
+from nbaccel.launching.earlier_models import models_in
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
 from nbaccel.launching.ipc.user_code import reloader
 from nbaccel.launching.launcher import Launcher, refuse_nested_launch
+from nbaccel.launching.made_in_cells import refuse_what_stays_here
 from nbaccel.launching.plan import LaunchPlan, draws_as_here
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.processes.rank_results import RankResults

@@ -14,14 +14,12 @@ from nbaccel.features.sweep.sweep_cell import SweptCell, lists_of, values_to_swe
 from nbaccel.features.sweep.sweep_runs import counted
 from nbaccel.features.sweep.sweeping import Sweeping
 from nbaccel.launching.gpu_trouble import holder_name
-from nbaccel.launching.kernel_holdings import Unmoved
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.notebook.cell_plan import AskedCell
 from nbaccel.notebook.cell_run import how_a_cell_ended, interrupts_in_one_line
 from nbaccel.notebook.session import LastRun, Session
-from nbaccel.notebook.shortages import refuse_what_cannot_fit
 from nbaccel.options.run_options import RunOptions
 
 __all__ = ["SweepMode"]
@@ -77,15 +75,15 @@ class SweepMode:
         if first.start.method == "inline":
             raise LaunchRefused(f"a sweep needs processes of its own, and here none can start: {first.start.reason}.")
         work.plan = first
-        needed, aside = session.needed(task, source), Unmoved()
-        carried = refuse_what_cannot_fit(first, needed, survey, session.earlier_cells, aside)
+        needed = session.needed(task, source)
+        carried = session.copied_models(first, needed, survey)
         refuse_a_full_host(first, len(plans), survey)
         copies = line_on_copies(first, len(plans), task, survey, own_bytes())
         session.last_plan = first
         seeds = "seeds as swept" if "seed" in configs[0] else f"seed {first_seed}"
         how = str(first).replace(f"seed {first_seed}", seeds, 1)
         session.say(f"{plural(len(configs), 'run')}, {len(plans)} at a time, each: {how}")
-        for line in session.what_is_short(first, source, needed, carried, survey, aside):
+        for line in session.what_is_short(first, source, needed, carried, survey):
             session.say(line)
         sweeping = Sweeping(
             work, configs, chosen.slots, plans, survey, FinishedRuns(FOLDER), options.checkpoint_dir, options.plot or ()

@@ -25,10 +25,10 @@ from nbaccel.features.sweep.slots import choose_slots
 from nbaccel.features.sweep.sweep_runs import SweepRuns
 from nbaccel.features.sweep.sweeping import Sweeping
 from nbaccel.launching.api import how_it_ended
-from nbaccel.launching.earlier_models import refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import holder_name
 from nbaccel.launching.ipc.spec import FunctionTask, Task
 from nbaccel.launching.launcher import default_launcher, refuse_nested_launch
+from nbaccel.launching.made_in_cells import refuse_what_stays_here
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.processes.rank_results import RankResults

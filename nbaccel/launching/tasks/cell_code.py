@@ -13,7 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CellSource", "execute"]
+__all__ = ["CellSource", "execute", "tree_as_typed"]
+
+_PYTHON_HERE = ("%%time", "%%capture", "%%prun")
+"""Cell magics whose cells bind names of the notebook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +93,14 @@ def _loop_is_running() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def tree_as_typed(text: str) -> ast.Module | None:
+    """Return the tree of a cell as typed, without its magics; None if it is not Python."""
+    if text.lstrip().startswith("%%") and not text.lstrip().startswith(_PYTHON_HERE):
+        return None
+    lines = ["" if line.lstrip().startswith(("%", "!")) else line for line in text.splitlines()]
+    try:
+        return ast.parse("\n".join(lines))
+    except (SyntaxError, ValueError):  # shell commands inside of blocks, or a mistake
+        return None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import nbaccel.notebook.session
+import nbaccel.launching.kernel_holdings
 from features.free_kernel.cards import FakeCards
 from nbaccel.base.hardware import MemoryInfo, Survey
 from nbaccel.features.free_kernel import models_on_host
@@ -55,7 +55,7 @@ def test_a_model_that_can_leave_the_card_is_said_with_the_flag_and_nothing_with_
     )
     planned.session.survey = lambda: survey
     held = KernelHolding("cuda:0", nbytes + 30, 100, (("data", 30), ("model", nbytes)))
-    monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
+    monkeypatch.setattr(nbaccel.launching.kernel_holdings, "held_here", lambda names: [held])
     monkeypatch.setattr(
         nbaccel.launching.gpu_trouble, "before_a_run", lambda gpus, freed_on: []
     )  # of a card with some bytes only
