@@ -18,8 +18,6 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from nbaccel.base.code_text import names_read, names_used
-
 __all__ = [
     "READ_BY_TEXT",
     "codes_of",
@@ -31,6 +29,7 @@ __all__ = [
     "names_assigned",
     "names_in_magics",
     "names_read",
+    "names_used",
     "not_read",
     "read_before_made",
     "says_first_card",
@@ -41,6 +40,7 @@ __all__ = [
 READ_BY_TEXT = frozenset({"eval", "exec", "globals", "locals", "vars"})
 """Functions by which code may read any name."""
 
+_READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL"})
 _WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "seed_everything", "set_seed"})
 
@@ -55,6 +55,26 @@ _OF_RANKS = frozenset(
 _MODULES_OF_RANKS = frozenset({"accelerate", "deepspeed", "nbaccel"})
 _VARIABLES_OF_RANKS = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
 _HAVE_TRAINERS = frozenset({"accelerate", "catalyst", "lightning", "pytorch_lightning", "transformers", "trl"})
+
+
+def names_read(parts: Sequence[types.CodeType]) -> set[str]:
+    """Return global names that the code may read, in nested functions too; names of builtins are among them."""
+    return {name for code in parts for name in names_used(code, _READS, nested=True)}
+
+
+def names_used(code: types.CodeType, kinds: frozenset[str], nested: bool) -> Iterator[str]:
+    """Yield the names of all instructions of these kinds.
+
+    Args:
+        nested: Read the functions inside the code, too.
+    """
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in kinds:
+            yield str(instruction.argval)
+    if nested:
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from names_used(constant, kinds, nested)
 
 
 def names_assigned(parts: Sequence[types.CodeType]) -> set[str]:

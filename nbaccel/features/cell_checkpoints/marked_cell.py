@@ -27,7 +27,6 @@ from typing import Any, Protocol, Self
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nbaccel.base.code_text import parsed_lines
 from nbaccel.base.quantities import with_article
 from nbaccel.errors import CannotResume
 from nbaccel.features.cell_checkpoints import random_states
@@ -59,6 +58,7 @@ from nbaccel.features.cell_checkpoints.marked_loops import (
     bound_by,
     marked,
 )
+from nbaccel.features.source.code_text import parsed_lines
 from nbaccel.features.source.users_functions import (
     FUTURE,
     Codes,

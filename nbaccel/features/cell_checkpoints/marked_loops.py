@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from nbaccel.base.code_text import mark_of_tree
+from nbaccel.features.source.code_text import mark_of_tree
 from nbaccel.features.source.users_functions import (
     NOT_REWRITTEN,
     copied,

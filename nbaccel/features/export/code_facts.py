@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.base.code_text import names_read, names_used
-from nbaccel.namespace.names import made_before_read, names_assigned
+from nbaccel.namespace.names import made_before_read, names_assigned, names_read, names_used
 
 __all__ = ["GENERATORS", "CodeFacts", "NotebookNames", "is_constant", "names_bound"]
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbaccel.base.code_text import mark_of_code
 from nbaccel.features.export.code_facts import GENERATORS
 from nbaccel.features.export.ran_cell import RanCell, names_of
+from nbaccel.features.source.code_text import mark_of_code
 from nbaccel.namespace.parameters import parameters_of
 
 __all__ = ["Needed", "needed_cells"]

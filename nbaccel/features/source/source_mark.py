@@ -27,19 +27,18 @@ from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, Self
 
-from nbaccel.base.code_text import (
+from nbaccel.base.notices import is_users
+from nbaccel.base.quantities import plural
+from nbaccel.base.values import frozen
+from nbaccel.features.source.code_text import (
     CODE,
     COMPILED,
     CodeTexts,
     mark_of_code,
     mark_of_text,
     mark_of_tree,
-    names_read,
     parsed,
 )
-from nbaccel.base.notices import is_users
-from nbaccel.base.quantities import plural
-from nbaccel.base.values import frozen
 from nbaccel.features.source.plain_values import (
     LONG,
     VALUE,
@@ -51,6 +50,7 @@ from nbaccel.features.source.plain_values import (
     parts_of,
     short_hash,
 )
+from nbaccel.namespace.names import names_read
 
 __all__ = ["SourceMark"]
 

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nbaccel.base.code_text import parsed_lines
 from nbaccel.base.notices import is_users
+from nbaccel.features.source.code_text import parsed_lines
 from nbaccel.namespace.names import READ_BY_TEXT
 
 __all__ = [

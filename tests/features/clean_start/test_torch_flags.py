@@ -20,6 +20,7 @@ import torch
 
 from nbaccel.features.clean_start import torch_flags
 from nbaccel.features.clean_start.torch_flags import TorchFlags
+from nbaccel.launching.ipc.thread_flags import OF_A_THREAD, read_flags, set_flags
 
 SETTERS = [
     "torch.set_default_dtype(torch.float64)",
@@ -324,12 +325,12 @@ def test_a_thread_is_given_what_torch_keeps_per_thread() -> None:
     def runs() -> list[Any]:
         torch.set_default_device("meta")
         torch.set_grad_enabled(False)
-        flags = TorchFlags.of_this_thread()
+        flags = read_flags(OF_A_THREAD)
         seen: list[Any] = []
 
         def works() -> None:
             seen.append((torch.ones(1).device.type, torch.is_grad_enabled()))
-            flags.apply()
+            set_flags(OF_A_THREAD, flags)
             seen.append((torch.ones(1).device.type, torch.is_grad_enabled()))
             torch.set_default_device(None)
             seen.append(torch.ones(1).device.type)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from features.source import marked_program
-from nbaccel.base.code_text import CODE
+from nbaccel.features.source.code_text import CODE
 from nbaccel.features.source.source_mark import SourceMark
 
 NUMBERS = itertools.count()

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from nbaccel.base.code_text import parsed_lines
+from nbaccel.features.source.code_text import parsed_lines
 from nbaccel.features.source.users_functions import (
     NOT_REWRITTEN,
     Functions,

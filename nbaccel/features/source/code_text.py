@@ -10,7 +10,6 @@ without a text, such as that of ``exec``, is known by its instructions alone, wh
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import hashlib
 import linecache
@@ -28,8 +27,6 @@ __all__ = [
     "mark_of_code",
     "mark_of_text",
     "mark_of_tree",
-    "names_read",
-    "names_used",
     "parsed",
     "parsed_lines",
 ]
@@ -37,7 +34,6 @@ __all__ = [
 CODE, COMPILED = "code ", "compiled "
 """Beginnings of the marks of code by its text, and by its instructions."""
 
-_READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL"})
 _LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 _HAVE_DOCSTRINGS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
 _BYTES = 8
@@ -284,26 +280,3 @@ def _parts(code: types.CodeType) -> tuple[Any, ...]:
 def mark_of_code(code: types.CodeType) -> str:
     """Return the mark of compiled code, for one version of Python. The places of its lines do not count."""
     return COMPILED + hashlib.blake2b(repr(_parts(code)).encode(), digest_size=_BYTES).hexdigest()
-
-
-# --- the names in code ------------------------------------------------------------------------------------------
-
-
-def names_read(parts: Sequence[types.CodeType]) -> set[str]:
-    """Return global names that the code may read, in nested functions too; names of builtins are among them."""
-    return {name for code in parts for name in names_used(code, _READS, nested=True)}
-
-
-def names_used(code: types.CodeType, kinds: frozenset[str], nested: bool) -> Iterator[str]:
-    """Yield the names of all instructions of these kinds.
-
-    Args:
-        nested: Read the functions inside the code, too.
-    """
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in kinds:
-            yield str(instruction.argval)
-    if nested:
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from names_used(constant, kinds, nested)

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from nbaccel.base.code_text import CODE, COMPILED, CodeTexts, canonical, mark_of_code, mark_of_text, mark_of_tree
+from nbaccel.features.source.code_text import (
+    CODE,
+    COMPILED,
+    CodeTexts,
+    canonical,
+    mark_of_code,
+    mark_of_text,
+    mark_of_tree,
+)
 
 
 def function_in(path: Path, text: str, name: str = "f") -> FunctionType:
