@@ -276,7 +276,7 @@ def test_a_driver_that_hangs_takes_neither_the_survey_nor_the_next_one_along(
 
     entered: list[None] = []
     goes_on = threading.Event()
-    monkeypatch.setattr("nbaccel.base.hardware._SILENT_AFTER_S", 0.05)
+    monkeypatch.setattr("nbaccel.base.nvml._SILENT_AFTER_S", 0.05)
     nvml, root = HangingNvml(), with_a_driver(tmp_path)
     for _ in range(2):
         survey = Survey.take(nvml, {}, root, ask=cuda_has(error="no answer within 60 s"))

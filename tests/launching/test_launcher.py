@@ -340,7 +340,7 @@ def test_what_a_rank_has_written_last_is_shown_when_it_is_gone(
 def test_a_launch_on_the_cpu_does_not_ask_the_gpu_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(
-        "nbaccel.base.hardware._ask_nvml", lambda *question: (tuple(asked.append(question) or ()), Driver())
+        "nbaccel.base.hardware._look_for_gpus", lambda *question: (tuple(asked.append(question) or ()), Driver())
     )
     assert launch(rank, 1, cpu=True).values == [0]
     assert not asked
