@@ -1,4 +1,4 @@
-"""Stand-ins for what this machine does not have: NVML, and the file system of a container."""
+"""Stand-ins for what this machine does not have, NVML and the file system of a container, and for a task."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TypeVar
 
 from nbaccel.base.hardware import Gpu, Survey
+from nbaccel.launching.ipc.spec import FunctionTask, SharedNamespace
 
 Answer = TypeVar("Answer")
 GB = 10**9
@@ -135,3 +136,10 @@ def write_files(root: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
+
+
+def first_task(home: SharedNamespace) -> FunctionTask:
+    """A task of ranks that stay, which does nothing."""
+    task = FunctionTask(str)
+    task.home, task.namespace = home, home.namespace
+    return task

@@ -22,6 +22,7 @@ from nbaccel.base.notices import is_users
 from nbaccel.base.quantities import amount, listed
 from nbaccel.errors import FeatureMissing, LaunchRefused, ResultsMissing
 from nbaccel.features import feature
+from nbaccel.features.persistent.namespace_tasks import InitTask, Pull, Push
 from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 from nbaccel.launching.diagnosis import list_of_ranks
 from nbaccel.launching.earlier_models import models_in
@@ -37,7 +38,6 @@ from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
-from nbaccel.launching.tasks.namespace_tasks import InitTask, Pull, Push
 from nbaccel.namespace.install import install
 from nbaccel.notebook.cell_plan import task_class
 from nbaccel.options.run_options import AUTO, RunOptions, expanded

@@ -17,6 +17,7 @@ import torch
 from nbaccel import Accelerator
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import CannotSend, RankDied
+from nbaccel.features.persistent.namespace_tasks import InitTask, Pull, Push
 from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.reaper import session_members
@@ -28,7 +29,6 @@ from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
-from nbaccel.launching.tasks.namespace_tasks import InitTask, Pull, Push
 from nbaccel.output.screens import ConsoleScreen
 
 WORLD_SIZE = 2

@@ -9,16 +9,16 @@ import pytest
 import torch.distributed as dist
 
 import devicelike
+from fakes import first_task
 from nbaccel.base.aborting import is_aborted
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.rank_part import RankTask
 from nbaccel.launching.ipc.spec import SharedNamespace
 from nbaccel.launching.rank import lifetime
 from nbaccel.launching.rank.lifetime import CutWatch
-from nbaccel.launching.tasks.namespace_tasks import InitTask
 from nbaccel.testing import run_ranks
 
-STAYS = RankTask(InitTask(SharedNamespace({})))
+STAYS = RankTask(first_task(SharedNamespace({})))
 """A task of ranks that stay."""
 
 

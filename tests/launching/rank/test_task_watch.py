@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from fakes import first_task
 from nbaccel import launch
 from nbaccel.errors import NotPrepared
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, SharedNamespace, Start, TaskWatch
@@ -19,7 +20,6 @@ from nbaccel.launching.launcher import Launcher, default_launcher
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
-from nbaccel.launching.tasks.namespace_tasks import InitTask
 from nbaccel.output.screens import ConsoleScreen
 
 pytestmark = pytest.mark.timeout(120)
@@ -135,7 +135,7 @@ def cells() -> Iterator[Callable[..., Any]]:
     """Runs cells in two ranks that stay; returns what their watch was told."""
     launcher: Launcher = default_launcher()
     home = SharedNamespace({"__name__": "__main__"})
-    spec = LaunchSpec(InitTask(home), Devices(2), Start("fork", "a test"), setup=SETUP, end=RunEnd(stays=True))
+    spec = LaunchSpec(first_task(home), Devices(2), Start("fork", "a test"), setup=SETUP, end=RunEnd(stays=True))
     persistent = launcher.start(spec, ConsoleScreen())
 
     def run(code: str, without: Sequence[int] = ()) -> Any:

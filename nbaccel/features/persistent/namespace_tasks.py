@@ -48,7 +48,7 @@ class InitTask(_HomeTask):
     it.
     """
 
-    reference = "nbaccel.launching.tasks.namespace_tasks:InitTask"
+    reference = "nbaccel.features.persistent.namespace_tasks:InitTask"
 
     def __init__(self, home: SharedNamespace) -> None:
         super().__init__(home)
@@ -75,7 +75,7 @@ class InitTask(_HomeTask):
 class Push(_HomeTask):
     """Gives every rank the notebook's values of `names`, replacing its own values of these names."""
 
-    reference = "nbaccel.launching.tasks.namespace_tasks:Push"
+    reference = "nbaccel.features.persistent.namespace_tasks:Push"
 
     def __init__(self, home: SharedNamespace, names: Sequence[str], values: dict[str, Any] | None = None) -> None:
         super().__init__(home)
@@ -110,7 +110,7 @@ class Push(_HomeTask):
 class Pull(_HomeTask):
     """Sends back the values that one rank has under `names`, and from other ranks that take part their rows of them."""
 
-    reference = "nbaccel.launching.tasks.namespace_tasks:Pull"
+    reference = "nbaccel.features.persistent.namespace_tasks:Pull"
 
     def __init__(self, home: SharedNamespace, names: Sequence[str], result_rank: int = 0) -> None:
         super().__init__(home)
