@@ -28,7 +28,6 @@ from nbaccel.launching.processes.rank_results import RankResults, Returned
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import Run, light_value, seen
 from nbaccel.launching.tasks.cell_task import RANDOM, RESULT, CellTask
-from nbaccel.namespace.install import install
 from nbaccel.notebook.cell_plan import CellPlan, Host
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
@@ -245,6 +244,9 @@ class CellRun:
         whence: str,
     ) -> None:
         """Bring back the names in `--out`, and report on the rest."""
+        from nbaccel.namespace.install import install  # a cell without --out needs neither
+        from nbaccel.notebook.not_brought_back import NotBroughtBack
+
         values, error, ended = returned.values, self.error, self.ended
         if (states := values.pop(RANDOM, None)) is not None:
             set_random_states(states)
@@ -260,10 +262,10 @@ class CellRun:
                 say(f"not brought back: {with_reasons(missing)}")
             raise error
         if self.cell.plan.options.out != ():  # a user who writes `--out none` knows
-            for line in left.not_brought_back(values):
+            for line in NotBroughtBack(left).lines(values):
                 say(line)
         if self.cell.task.home is not None:
-            kept, line = left.kept(values, self.cell.task.home.unpulled)
+            kept, line = NotBroughtBack(left).kept(values, self.cell.task.home.unpulled)
             earlier = self.cell.task.home.unpulled
             self.cell.task.home.unpulled = {name: entry for name, entry in earlier.items() if name not in kept} | kept
             if line:
