@@ -32,9 +32,10 @@ _Ask = Callable[[], Iterable[tuple[str, Action]]]
 def when_loaded(actions: Mapping[str, Action]) -> None:
     """Call each action with the module of its name: now, or after its first import in this process.
 
-    Actions for one module run in the order in which they were given.
+    Actions for one module run in the order in which they were given. Nothing stays where all modules are loaded.
     """
-    _finder().add(actions.items())
+    later = [name for name in actions if name not in sys.modules]
+    (_finder() if later else _Finder()).add(actions.items())
 
 
 def when_found(asks: Iterable[tuple[str, _Ask]]) -> None:

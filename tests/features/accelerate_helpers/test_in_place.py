@@ -525,15 +525,10 @@ def a_trainers_module() -> Iterator[type]:
             return "trained"
 
     module.Trainer = Trainer  # type: ignore[attr-defined]
-    there = sys.modules.get(name)
-    sys.modules[name] = module
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for each in (sys.modules.get("transformers", types.ModuleType("transformers")), module):
+            patch.setitem(sys.modules, each.__name__, each)
         yield Trainer
-    finally:
-        if there is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = there
 
 
 def test_a_foreign_trainer_reports_for_the_time_of_the_call_and_is_as_before_afterwards() -> None:
