@@ -229,10 +229,12 @@ OTHERS = {
     "python": """
         _Pointer _PyRuntime _actions _actual_context _addHandlerRef _afterfork_registry _args _asdict _asyncio
         _builtin_open _check_running
-        _children _concrete_contexts _ctx _current_frames _default_context _event_loop_policy _executor _exit
+        _children _clear_internal_caches _clear_type_cache
+        _concrete_contexts _ctx _current_frames _default_context _event_loop_policy _executor _exit
         _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver _forkserver_
         _forkserver_alive_fd _getframe _handlerList _idle_semaphore _inherited_fds _initargs _initializer
-        _io _kwargs _levelToName _local _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _notempty
+        _io _kwargs _levelToName _local _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _ncallbacks
+        _notempty
         _option_string_actions _parent_pid _popen _posixsubprocess _processes _python_exit _recv_bytes
         _register_atexit _registered_with_atexit _registry _replace _resource_tracker _rlock
         _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _start_new_thread

@@ -314,9 +314,10 @@ def _forget_lookups(modules: int) -> None:
     Args:
         modules: The number of loaded modules.
     """
-    own: Any = sys
-    forget = getattr(own, "_clear_internal_caches", None) or own._clear_type_cache  # the first from Python 3.13 on
-    forget()
+    for name in ("_clear_internal_caches", "_clear_type_cache"):  # the first from Python 3.13 on
+        if forget := getattr(sys, name, None):
+            forget()
+            break
 
 
 def _share_resource_tracker() -> None:

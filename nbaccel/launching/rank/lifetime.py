@@ -324,7 +324,7 @@ class OwnHoldings:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[frozenset[str], int] | None = None
+        self._before: tuple[frozenset[str], int | None] | None = None
 
     def begin(self) -> None:
         """Record what the rank has before its first task."""
@@ -336,7 +336,8 @@ class OwnHoldings:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             is_alone = {each.name for each in threading.enumerate()} <= {threading.main_thread().name, *_WATCHES}
-            return is_alone and self._before == (_descriptors(), _exit_functions())
+            now = _descriptors(), _exit_functions()
+            return is_alone and now[1] is not None and self._before == now
         return False
 
 
@@ -353,10 +354,10 @@ def _descriptors() -> frozenset[str]:
     return frozenset()
 
 
-def _exit_functions() -> int:
-    own: Any = atexit
-    count: int = own._ncallbacks()
-    return count
+def _exit_functions() -> int | None:
+    """Return how many there are; None where Python does not say."""
+    count = getattr(atexit, "_ncallbacks", None)
+    return None if count is None else count()
 
 
 _EXIT_S = 10.0

@@ -33,7 +33,11 @@ def _ends_while_the_other_works(folder: Path, leave: Callable[[], Any] | None, m
     status = Path(f"/proc/{(folder / 'pid').read_text()}/stat")
     until = time.monotonic() + most_s
     while time.monotonic() < until:
-        if status.read_text().rpartition(")")[2].split()[0] == "Z":  # over, and not reaped
+        try:
+            is_over = status.read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:  # and reaped
+            is_over = True
+        if is_over:
             return True
         time.sleep(0.005)
     return False
