@@ -22,6 +22,7 @@ from nbaccel.base.quantities import duration
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import NotPrepared, ResultsMissing
 from nbaccel.launching.ipc.kernel_state import are_here, set_random_states
+from nbaccel.launching.ipc.spec import load_named
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.launching.processes.rank_results import RankResults, Returned
@@ -43,6 +44,10 @@ __all__ = [
     "raise_if_missing",
     "with_reasons",
 ]
+
+
+_NAMED_VALUES = ("nbaccel.namespace.install:install", "nbaccel.notebook.not_brought_back:NotBroughtBack")
+"""What brings back the values of a cell with `--out`; others do not load it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,9 @@ class CellRun:
         self._remember = remember
         self._kept: Run | None = None
         self._ended: RankResults | None = None
+        if not cell.task.leaves_all:
+            for name in _NAMED_VALUES:  # now: memory may be short when the run has ended
+                load_named(name)
 
     @property
     def is_over(self) -> bool:
@@ -244,7 +252,7 @@ class CellRun:
         whence: str,
     ) -> None:
         """Bring back the names in `--out`, and report on the rest."""
-        from nbaccel.namespace.install import install  # a cell without --out needs neither
+        from nbaccel.namespace.install import install  # loaded before the run, as are all of `_NAMED_VALUES`
         from nbaccel.notebook.not_brought_back import NotBroughtBack
 
         values, error, ended = returned.values, self.error, self.ended

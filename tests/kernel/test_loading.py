@@ -61,6 +61,7 @@ def test_a_plain_cell_loads_and_looks_for_nothing_that_it_does_not_need(new_kern
         _MEETS_BARS,
     }  # torch has loaded tqdm, so ranks may have bars
 
+    kernel.do(accelerate("named = 1", flags="--plain --out named"))
     kernel.do("known = set(sys.modules)")
     kernel.do(accelerate("loaded = sorted(set(sys.modules) - known)", flags="--plain --out loaded"))
     assert set(kernel.value("loaded")) <= {"tqdm.notebook"}  # what stands in for it

@@ -222,7 +222,7 @@ class Ranks:
         self.members: list[Any] = [self._member(rank) for rank in range(2)]
 
     def _member(self, rank: int) -> SimpleNamespace:
-        member = SimpleNamespace(rank=rank, stays=False, takes_part=True, is_working=True, has_ended=False)
+        member = SimpleNamespace(rank=rank, stays=False, takes_part=True, is_working=True, has_ended=False, report=None)
         member.was_interrupted, member.released_at = False, None
         member.interrupt = lambda: setattr(member, "was_interrupted", True)
         member.terminate = lambda: self.told.append(f"terminate {rank}")

@@ -400,6 +400,11 @@ class RankReport:
     plain: Mapping[str, Any] | None = None
     holds_nothing: bool = False
 
+    @property
+    def has_values(self) -> bool:
+        """Return whether there are values of the rank, in a memfd or in the message itself."""
+        return self.payload_fd >= 0 or self.plain is not None
+
     @classmethod
     def from_frame(cls, message: dict[str, Any], fds: list[int]) -> RankReport:
         return cls(

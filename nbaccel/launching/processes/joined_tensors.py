@@ -46,7 +46,7 @@ class JoinedTensors:
                 if why := self._obstacle():
                     raise CannotJoin(why)
                 fds = [-1 if report is None else report.payload_fd for report in self._reports]
-                self._rows = [rows_in(fd) for fd in fds]
+                self._rows = [rows_in(fd) if fd >= 0 else {} for fd in fds]  # one may send back nothing but None
             self._whole[key] = _joined(key, [rows.get(key) for rows in self._rows])
         return self._whole[key]
 
@@ -60,7 +60,7 @@ class JoinedTensors:
         told = {
             rank: RowsReport(**report.facts["rows"])
             for rank, report in enumerate(self._reports)
-            if report is not None and report.payload_fd >= 0
+            if report is not None and report.has_values
         }
         absent = [rank for rank in range(len(self._reports)) if rank not in told]
         newest = f"; newest checkpoint: {self.checkpoint}" if self.checkpoint else ""

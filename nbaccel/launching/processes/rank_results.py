@@ -126,7 +126,7 @@ class RankResults:
     def join(self, others: RankResults) -> None:
         """Take rows from another run, in which those ranks took part that had no part in this one."""
         pairs = zip(self.reports, others.reports, strict=True)
-        self._rows_of = [theirs if mine is None or mine.payload_fd < 0 else mine for mine, theirs in pairs]
+        self._rows_of = [theirs if mine is None or not mine.has_values else mine for mine, theirs in pairs]
         self._joined = None
 
     def whole(self, key: str) -> Any:
