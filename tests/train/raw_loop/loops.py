@@ -2328,9 +2328,9 @@ def each_sample_beside_the_one_before() -> Values:
     return ends(model), printed
 
 
-@loop()
+@loop(is_split=False)
 def batches_in_another_order() -> Values:
-    """Samples keep what belongs to them; an order of labels that is undone is none."""
+    """Samples keep what belongs to them; an order of whole numbers is not followed, so it is whole, and right."""
     model = net(3)
     optimizer, printed = sgd(model), []
     for x, y in DataLoader(labelled(48), batch_size=16):

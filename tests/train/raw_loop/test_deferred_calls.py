@@ -53,8 +53,18 @@ TRAINS = OFTEN - {"accumulation", "gan_with_r1", "update_by_hand", "mean_times_t
 """Of these, those that train."""
 
 
+NOT_SEEN = {
+    "a_mean_with_a_memory": "1.1e-2: parts of equal sizes do not show that samples of a memory are joined with each",
+    "a_sum_with_a_memory": "1.4e-1: the same",
+}
+"""Loops that train wrongly in parts after memory ran out, silently; docs/one-line.md says so."""
+
+
 def _marked(loop: Loop) -> Any:
-    return pytest.param(loop, id=loop.name, marks=[] if loop.name in OFTEN else [pytest.mark.full])
+    marks = [] if loop.name in OFTEN else [pytest.mark.full]
+    if loop.name in NOT_SEEN:
+        marks.append(pytest.mark.xfail(strict=True, raises=AssertionError, reason=NOT_SEEN[loop.name]))
+    return pytest.param(loop, id=loop.name, marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore:var")  # of single samples
