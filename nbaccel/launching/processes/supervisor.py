@@ -32,6 +32,15 @@ from nbaccel.launching.processes.notebook_queues import NotebookQueues
 from nbaccel.launching.processes.rank_losses import EndOfRun, RestartRanks, restart_line
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, Wait, driven
+from nbaccel.launching.processes.shutdown import (
+    HANDED_OVER,
+    Abort,
+    BreakHang,
+    HandOver,
+    Kill,
+    RecoverPersistent,
+    StopAtStep,
+)
 from nbaccel.launching.processes.workers import WorkerGroup, files_being_written
 from nbaccel.output.router import KEPT_BYTES, OutputRouter, Screen
 
@@ -196,7 +205,7 @@ class Supervisor:
                     self._is_own_limit = self._limits.is_programs
                     ending = self._stopping(now)
                 elif self._why_fork_fails is not None:
-                    ending = self._killing(now)
+                    ending = Kill(self._members, now)
                 elif self._causes.are_known(now):
                     pids = [member.process.pid for member in self._members]
                     self._open_files = files_being_written(pids, self._worker_group.folder)
@@ -220,25 +229,16 @@ class Supervisor:
         """Return the policy after one more interrupt."""
         interrupts_so_far = self._interrupts.count - self._handed_over
         if interrupts_so_far == 1 and not self._handed_over and ending.keeps_running and self._has_handlers:
-            from nbaccel.launching.processes.shutdown import HANDED_OVER, HandOver
-
             self._handed_over = 1
             self._notice(HANDED_OVER)
             return HandOver(self._members, now, self._page)
         if ending.stops_at_step or interrupts_so_far > 1:
             # A `Kill` is kept: a new one at every interrupt would delay its SIGKILL.
-            return ending if ending.kills else self._killing(now)
+            return ending if ending.kills else Kill(self._members, now)
         return self._stopping(now)
-
-    def _killing(self, now: float) -> ShutdownPolicy:
-        from nbaccel.launching.processes.shutdown import Kill
-
-        return Kill(self._members, now)
 
     def _stopping(self, now: float) -> ShutdownPolicy:
         """Return the policy that lets all ranks leave before the same step."""
-        from nbaccel.launching.processes.shutdown import StopAtStep
-
         self._stops_all = all(member.is_working or not member.takes_part for member in self._members)
         return StopAtStep(self._members, now, self._page)
 
@@ -251,16 +251,12 @@ class Supervisor:
 
     def _breaking_off(self, now: float) -> ShutdownPolicy:
         """Return the policy for a rank that left in the middle of a run: the others cannot go on."""
-        from nbaccel.launching.processes.shutdown import Abort, RecoverPersistent
-
         if self._end.stays:
             return RecoverPersistent(self._members, now, self._page)
         return Abort(self._members, now, self._page, self._end.wants_results)
 
     def _breaking_hang(self, now: float) -> ShutdownPolicy:
         """Return the policy for ranks of which none makes progress."""
-        from nbaccel.launching.processes.shutdown import BreakHang, RecoverPersistent
-
         return (RecoverPersistent if self._end.stays else BreakHang)(self._members, now, self._page)
 
     def _due_in(self, ending: ShutdownPolicy) -> float | None:
