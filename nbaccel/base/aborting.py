@@ -30,6 +30,7 @@ from nbaccel.errors import CollectiveMismatch, PeerFailed
 
 __all__ = [
     "DEVICE_BACKENDS",
+    "DEVICE_ERRORS",
     "Settling",
     "abort_device_groups",
     "await_aborts",
@@ -165,14 +166,19 @@ def renew(source: int, number: int) -> None:
     _abort_of_this_process.renewal(source, number)
 
 
-def leave_device_errors_to_the_program() -> None:
-    """Let the program raise a device error where it waits for the device. Called before a group of NCCL's is formed.
+DEVICE_ERRORS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+"""Variable that lets the program raise a device error where it waits for the device.
 
-    torch's watchdog asks the device ten times a second, so it often meets the error first, and then ends the process by
-    SIGABRT before the line of the error is known. With 0 only its thread ends. The thread that watches it ends a
-    process that still hangs some ten minutes later. Read by torch 2.6 to 2.15; a value that is already set is kept.
-    """
-    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+torch's watchdog asks the device ten times a second, so it often meets the error first, and then ends the process by
+SIGABRT before the line of the error is known. With 0 only its thread ends. The thread that watches it ends a process
+that still hangs some ten minutes later. Read by torch 2.6 to 2.15; a value that is already set is kept.
+"""
+
+
+def leave_device_errors_to_the_program() -> None:
+    """Set `DEVICE_ERRORS` in this process. Called before a group of NCCL's is formed."""
+    for name, value in DEVICE_ERRORS.items():
+        os.environ.setdefault(name, value)
 
 
 # NCCL reports an aborted collective as done: https://github.com/meta-pytorch/torchft/pull/147, and torch asks
@@ -352,10 +358,11 @@ def _world() -> Any:
 
 def _places() -> Iterator[tuple[Any, str]]:
     """Yield each process group that works on a device, and the type of that device."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    configs = getattr(getattr(c10d, "_world", None), "pg_backend_config", None)  # none while torch is being imported
+    if not configs or not sys.modules["torch.distributed"].is_initialized():
         return
-    for group, config in list(distributed.distributed_c10d._world.pg_backend_config.items()):
+    for group, config in list(configs.items()):
         for device in _devices_in(str(config)):
             yield group, device
 

@@ -227,7 +227,9 @@ class _ForkedRank:
         own = {getattr(boot, name) for name in WorkerBoot.FDS}
         others = {getattr(other, name) for other in inherited.boots for name in WorkerBoot.FDS} - own
         of_others = [number for fresh in files if fresh is not own_files for number in fresh.values()]
-        return cls(Rank(boot, written), own_files, [*inherited.close_fds, *others, *of_others])
+        return cls(
+            Rank(boot, written, _tokenizers_in_one_thread()), own_files, [*inherited.close_fds, *others, *of_others]
+        )
 
 
 def _fork(forked: _ForkedRank, task: Task, inherited: _Inherited) -> WorkerProcess:
@@ -244,7 +246,6 @@ def _fork(forked: _ForkedRank, task: Task, inherited: _Inherited) -> WorkerProce
             leave_debugger(inherited.replaced)
             if inherited.main_thread is not None:
                 inherited.main_thread.become()
-            _let_tokenizers_use_one_thread()
             inherited.connections.leave(forked.rank.boot is inherited.boots[0])
             take_places(forked.own_files)
             # A fork copies everything but this: CPython reseeds `random` in every forked child.
@@ -360,14 +361,12 @@ def _quiet_tokenizers() -> Iterator[None]:
         del os.environ[name]
 
 
-def _let_tokenizers_use_one_thread() -> None:
-    """Let fast tokenizers compute in one thread, in a rank, if the user has told them to use several: a fork has none.
+def _tokenizers_in_one_thread() -> dict[str, str]:
+    """Return the variable by which fast tokenizers compute in one thread: a fork has none of those in the notebook.
 
-    They read the variable at each call.
+    They read it at each call. The user may have told them to use several.
     """
-    name = "TOKENIZERS_PARALLELISM"
-    if "tokenizers" in sys.modules and name in os.environ:
-        os.environ[name] = "false"
+    return {"TOKENIZERS_PARALLELISM": "false"} if "tokenizers" in sys.modules else {}
 
 
 _WORD = ctypes.sizeof(ctypes.c_size_t)

@@ -208,6 +208,7 @@ class CutWatch(RankPart):
         self._is_whole = False
         self._is_torn = False
         self._stays = False
+        self._has_gpu_driver = has_gpu_driver()
         self.is_readable = True  # false while the rank's device still waits
         self._thread: threading.Thread | None = None
 
@@ -221,10 +222,12 @@ class CutWatch(RankPart):
         if running.renewal is not None:
             renew(*running.renewal)
         self._stays = running.task.home is not None
-        if self._thread is None and (uses_device() or has_gpu_driver()):
+        has_device = uses_device()
+        if self._thread is None and (has_device or self._has_gpu_driver):
             self._thread = threading.Thread(target=self._run, name=_CUT, daemon=True)
             self._thread.start()
-        self._say_that_it_hears()
+        if has_device:
+            self._say_that_it_hears()
         is_cut = self._page.is_cut or is_aborted()
         self._is_whole = self._is_whole and is_cut
         self._is_torn = self._is_torn and is_cut

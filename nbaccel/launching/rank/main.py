@@ -17,12 +17,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-from nbaccel.base.aborting import leave_device_errors_to_the_program
+from nbaccel.base.aborting import DEVICE_ERRORS
 from nbaccel.base.events import Loss, TrainingMode, outlet
 from nbaccel.errors import RunStopped
 from nbaccel.launching.ipc.channel import Channel
@@ -38,11 +38,13 @@ from nbaccel.launching.rank.jupyter import adopt_notebook, flush_figures, reload
 from nbaccel.launching.rank.lifetime import DeathWatch, ExitFunctions, OwnHoldings, SaveGrace
 from nbaccel.launching.rank.parts import RankParts
 from nbaccel.launching.rank.process_setup import (
+    LOOPBACK,
     ChildHandler,
     ForkCheck,
     Interrupt,
     SpareDescriptors,
     StacksOnRequest,
+    Variables,
     raise_oom_score,
     restore_signals,
 )
@@ -102,9 +104,12 @@ class Rank:
     Args:
         boot: The facts of the rank.
         written: Files of the kernel that are open for writing, and that the task may write to.
+        variables: Environment variables besides those of `boot`.
     """
 
-    def __init__(self, boot: WorkerBoot, written: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, boot: WorkerBoot, written: Sequence[Any] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
         self.boot = boot
         self.rank = boot.world.rank
         self.parts = RankParts(boot, written)
@@ -112,6 +117,9 @@ class Rank:
         self.interrupt = Interrupt()
         self._written = written
         self._streams = RankStreams(boot)
+        meets = {} if boot.address else LOOPBACK
+        own = {**boot.environ, **(variables or {}), "OMP_NUM_THREADS": str(boot.threads)}
+        self._variables = Variables(own, DEVICE_ERRORS | meets)
         self._fork_check = ForkCheck()
         self._exit_worker = ExitFunctions()
         self._children = ChildHandler()
@@ -146,9 +154,7 @@ class Rank:
         raise_oom_score()
         self.pid = os.getpid()
         self.channel = Channel.from_fd(self.boot.channel_fd)
-        for name, value in self.boot.environ.items():  # `update` copies many pages of the kernel's, of abstract classes
-            os.environ[name] = value
-        leave_device_errors_to_the_program()  # whichever code forms a group
+        self._variables.install()
         _limit_threads(self.boot.threads)
         old_streams = self._streams.install(self.channel)
         for fd in close_fds:
@@ -285,7 +291,6 @@ def _end_as_a_child(status: str, error: BaseException | None) -> NoReturn:
 
 def _limit_threads(threads: int) -> None:
     """Limit the CPU threads, before any computation: ranks that each use all cores slow each other down."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)

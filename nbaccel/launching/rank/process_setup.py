@@ -10,6 +10,7 @@ runtime around it (`restore_signals`, `Interrupt`, `ChildHandler`). Ranks of one
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import importlib
@@ -20,7 +21,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -42,12 +44,14 @@ from nbaccel.launching.ipc.rank_part import RankPart
 from nbaccel.launching.ipc.user_code import ASK, question_path, stack_path
 
 __all__ = [
+    "LOOPBACK",
     "ChildHandler",
     "ForkCheck",
     "Interrupt",
     "ProcessGroups",
     "SpareDescriptors",
     "StacksOnRequest",
+    "Variables",
     "keep_ended_groups",
     "meet_in_file",
     "meet_over_the_network",
@@ -143,6 +147,83 @@ def restore_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+class Variables:
+    """The environment variables of a rank, with the C library's table of them. Made in the kernel, before the fork.
+
+    The C library makes room for each new variable by itself, from lists of free places: a rank that sets its variables
+    one by one copies some 80 pages for that.
+
+    Args:
+        values: The variables that this rank has of its own.
+        defaults: Those that it has where nobody has set them.
+    """
+
+    def __init__(self, values: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+        self._values = values
+        self._defaults = defaults
+        if _library is None:
+            return
+        own = {name: value for name, value in defaults.items() if _library.value_of(name.encode()) is None}
+        self._encoded = {name.encode(): os.fsencode(value) for name, value in (own | dict(values)).items()}
+        self._texts = ctypes.create_string_buffer(b"".join(b"%b=%b\0" % each for each in self._encoded.items()))
+        self._table = array("L")
+        at = ctypes.addressof(self._texts)
+        for name, value in self._encoded.items():
+            self._table.append(at)
+            at += len(name) + len(value) + 2
+        self._table.frombytes(_library.entries())
+        for name in self._encoded:
+            if (value_at := _library.value_of(name)) is not None:
+                self._table.remove(value_at - len(name) - 1)
+        self._table.append(0)
+        self._address, _ = self._table.buffer_info()
+
+    def install(self) -> None:
+        """Give this process the variables."""
+        if _library is None:
+            for name, value in self._values.items():  # `update` copies many pages of the kernel's, of abstract classes
+                os.environ[name] = value
+            for name, value in self._defaults.items():
+                os.environ.setdefault(name, value)
+            return
+        _library.table.value = self._address
+        os.environ._data.update(self._encoded)  # type: ignore[attr-defined]
+
+
+class _Library:
+    """The C library's table of variables: addresses of texts as "name=value", the last one 0.
+
+    Raises:
+        ValueError, AttributeError: The C library keeps them otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.table = ctypes.c_void_p.in_dll(ctypes.pythonapi, "environ")
+        self.value_of = ctypes.PyDLL(None).getenv  # its address; None for a variable that is not set
+        self.value_of.restype = ctypes.c_void_p
+
+    def entries(self) -> bytes:
+        """Return the table but for its end."""
+        if not self.table.value:
+            return b""
+        known = ctypes.cast(self.table, ctypes.POINTER(ctypes.c_void_p))
+        count = next(index for index in itertools.count() if not known[index])
+        return ctypes.string_at(self.table.value, count * ctypes.sizeof(ctypes.c_void_p))
+
+
+def _the_library() -> _Library | None:
+    try:
+        return _Library() if hasattr(os.environ, "_data") else None
+    except (ValueError, AttributeError):
+        return None
+
+
+_library = _the_library()
+
+
+LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+"""Variables by which ranks of one machine do not connect over its network."""
+
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default for a process group
 
 
@@ -158,13 +239,11 @@ def meet_in_file(path: str, world: World, may_meet: Callable[[], None] = lambda:
     A group that is destroyed and made again gets a new prefix, because the file still holds the old group's keys. The
     store does not get the world size: with it, the last rank to release a store removes the file, and sometimes that
     happened while a faster rank was already writing the next group's keys into it, which then waited for ever. The file
-    is removed with its folder. Connections between the ranks stay on loopback.
+    is removed with its folder. Connections between the ranks stay on loopback, by `LOOPBACK`.
 
     Args:
         may_meet: Called when the file exists, before this rank waits for the others; raises if they cannot all come.
     """
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, "lo")
     generations = itertools.count()
 
     def handler(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
