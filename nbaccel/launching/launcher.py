@@ -336,8 +336,8 @@ def load_once(
         warm: Modules that every rank uses.
     """
     modules = [*warm, *(each.partition(":")[0] for each in named)]
-    # of these choices the modules are not known here
-    asks = settings is not None and (settings.strategy is not None or settings.changes_loops)
+    # of these runs the modules are not known here
+    asks = settings is not None and (world_size == 1 or settings.strategy is not None or settings.changes_loops)
     is_loaded = not asks and all(module in sys.modules for module in (*modules, *what_meets_loaded_libraries()))
 
     def load() -> None:

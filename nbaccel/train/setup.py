@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.aborting import on_renewal
 from nbaccel.base.settings import RunSettings
@@ -21,8 +21,10 @@ from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.raw_loop.hooks import ChangedLoop, LoopChange, RefusedLoop
 from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.raw_loop.rank_streams import use_own_device
-from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 from nbaccel.train.strategies import strategy_class
+
+if TYPE_CHECKING:
+    from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 
 __all__ = ["load_for_ranks", "loop_changes", "setup_rank"]
 
@@ -51,6 +53,8 @@ for _module in _AT_FIRST_USE:
 
 def load_for_ranks(settings: RunSettings, world_size: int) -> None:
     """Load what so many ranks with these settings would load: in the kernel, for them to share."""
+    if world_size == 1:
+        importlib.import_module("nbaccel.train.raw_loop.single_rank")
     with suppress(Exception):  # the ranks meet it again
         loop_changes(settings)
     with suppress(Exception):
@@ -82,7 +86,11 @@ def setup_rank(
     changes = loop_changes(settings)
     if settings.independent or settings.strict:
         return ChangedLoop(changes, world) if changes and settings.independent else None
-    return RawLoopTraining(world, settings, changes) if world.is_distributed else SingleRankWatch(changes)
+    if world.is_distributed:
+        return RawLoopTraining(world, settings, changes)
+    from nbaccel.train.raw_loop.single_rank import SingleRankWatch  # see `load_for_ranks`
+
+    return SingleRankWatch(changes)
 
 
 def loop_changes(settings: RunSettings) -> tuple[LoopChange, ...]:

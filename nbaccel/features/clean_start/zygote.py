@@ -20,6 +20,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import LaunchRefused
 from nbaccel.features.clean_start.captured_state import KernelState, Surroundings
@@ -340,11 +341,16 @@ def _load_once(message: dict[str, Any]) -> None:
     """Do once what every rank of such a request needs. An error here is left for the rank, which meets it again."""
     with contextlib.suppress(OSError):
         Surroundings(**message["surroundings"]).apply()
-    for reference in (message["task"], message["boot"]["setup"]):
+    boot = message["boot"]
+    for reference in (message["task"], boot["setup"]):
         if reference is not None:
             with contextlib.suppress(Exception):
                 load_named(reference)
-    if message["boot"]["watches_flags"]:
+    if boot["setup"] is not None:
+        setup = sys.modules.get(boot["setup"].partition(":")[0])
+        if (load_for_ranks := getattr(setup, "load_for_ranks", None)) is not None:
+            load_for_ranks(RunSettings.from_env(boot["environ"]), boot["world"]["world_size"])
+    if boot["watches_flags"]:
         watch_of_flags()
 
 
