@@ -23,6 +23,7 @@ from nbaccel.display.run_view import PanelSink, RunView, failure_in_a_line
 from nbaccel.display.summary import RunFacts, RunState
 from nbaccel.errors import LaunchRefused
 from nbaccel.features.sweep.finished_runs import FinishedRuns, as_key, as_one_of_a_sweep, describe_configuration
+from nbaccel.features.sweep.queued_runs import InterruptRelay, side_by_side
 from nbaccel.features.sweep.shared_files import SharedFiles
 from nbaccel.features.sweep.slots import SweepSlot
 from nbaccel.features.sweep.sweep_runs import SweepRuns, counted
@@ -35,7 +36,7 @@ from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState, threads_per_rank
 from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.launching.processes.rank_results import RankResults
-from nbaccel.launching.processes.run_coroutine import InterruptRelay, RunCoroutine, side_by_side
+from nbaccel.launching.processes.run_coroutine import RunCoroutine
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, seen
 from nbaccel.output.screens import SilentScreen
@@ -343,7 +344,7 @@ class _QueuedRun:
         self._relay.interrupt()
 
     def begin(self, place: int) -> RunCoroutine[None]:
-        """Do the run at a slot, see `run_coroutine.QueuedRun`."""
+        """Do the run at a slot, see `queued_runs.QueuedRun`."""
         sweeping, slot = self._sweeping, self._sweeping.slots[place]
         facts = sweeping.facts_of(self.config, slot)
         shown = RunView(SilentScreen(), slot.devices.num_processes, facts)
