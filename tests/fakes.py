@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import TypeVar
 
 from nbaccel.base.hardware import Gpu, Survey
-from nbaccel.launching.ipc.spec import FunctionTask, SharedNamespace
+from nbaccel.launching.ipc.shared_namespace import SharedNamespace
+from nbaccel.launching.tasks.function_task import FunctionTask
 
 Answer = TypeVar("Answer")
 GB = 10**9

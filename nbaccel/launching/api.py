@@ -16,9 +16,9 @@ from operator import index
 from typing import Any
 
 from nbaccel.base.hardware import Survey
-from nbaccel.base.notices import without_our_frames
 from nbaccel.base.quantities import duration
 from nbaccel.base.settings import STOP
+from nbaccel.base.short_tracebacks import without_our_frames
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused, ResultsMissing, RunStopped
@@ -26,7 +26,7 @@ from nbaccel.features import feature
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec
 from nbaccel.launching.kernel_holdings import Unmoved, movable
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launching.made_in_cells import refuse_what_stays_here
@@ -35,6 +35,7 @@ from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, seen
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import shell_here

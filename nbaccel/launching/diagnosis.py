@@ -18,12 +18,13 @@ from nbaccel.base.quantities import number_spans
 from nbaccel.errors import RankDied, RanksFailed
 from nbaccel.launching.attempts import KillsElsewhere, LaunchAttempt, OomKillWatch
 from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd
-from nbaccel.launching.ipc.reports import ErrorLink, Naming, RankFailure, RankReport, StackSnapshot, signal_name
+from nbaccel.launching.ipc.reports import ErrorLink, RankReport, StackSnapshot, signal_name
 from nbaccel.launching.ipc.spec import Task
 from nbaccel.launching.ipc.user_code import cell_name as name_of_cell
 from nbaccel.launching.kernel_holdings import KernelHolding
 from nbaccel.launching.oom_restart import GiveUp, OomRestartPolicy, PartsRestartPolicy, Restart, wait_for_memory
 from nbaccel.launching.processes.rank_results import RankResults
+from nbaccel.launching.rank_failure import Naming, RankFailure
 from nbaccel.namespace.payload import unpack_what_can_be_rebuilt
 
 __all__ = [

@@ -25,7 +25,8 @@ from nbaccel.base.events import Listener, Loss, Metric, Progress
 from nbaccel.launching.launcher import default_launcher
 from nbaccel.launching.ipc.spec import Start
 from nbaccel.output.screens import ConsoleScreen
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.launching.processes.supervisor import RunObservers
 
 class Panel(Listener):

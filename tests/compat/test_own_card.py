@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from nbaccel.base.hardware import Gpu
 from nbaccel.base.world import World
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.libraries.own_card import let_the_local_rank_be_the_only_card
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.output.screens import ConsoleScreen
 
 NONE = "invalid device ordinal"

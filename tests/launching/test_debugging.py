@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import NoInput
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, RunEnd, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import Run
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.output.screens import ConsoleScreen
 
 Answer = str | Callable[[], str]

@@ -16,10 +16,10 @@ from nbaccel.base.quantised import is_quantised
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching import api, earlier_models
 from nbaccel.launching.earlier_models import EarlierModel, models_in, places_of
-from nbaccel.launching.ipc.spec import FunctionTask
 from nbaccel.launching.made_in_cells import refuse_what_stays_here
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState, choose_start
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.namespace.nbytes import bytes_by_sharing, met_in, sizes_on_devices
 from nbaccel.options.run_options import RunOptions
 

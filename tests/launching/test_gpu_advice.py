@@ -7,8 +7,8 @@ import pytest
 from nbaccel.launching.attempts import OomKillWatch
 from nbaccel.launching.diagnosis import advice, diagnose
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
-from nbaccel.launching.ipc.spec import FunctionTask
 from nbaccel.launching.processes.rank_results import RankResults
+from nbaccel.launching.tasks.function_task import FunctionTask
 
 BAD_FORK = "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must …"
 

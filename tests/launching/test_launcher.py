@@ -24,10 +24,11 @@ from nbaccel.launching.api import launch
 from nbaccel.launching.gpu_trouble import TorchBuild
 from nbaccel.launching.ipc import channel
 from nbaccel.launching.ipc.reaper import session_members
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes import shutdown
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.output.router import OutputRouter
 from nbaccel.output.screens import ConsoleScreen
 

@@ -17,10 +17,11 @@ from nbaccel.launching import oom_restart as restarting
 from nbaccel.launching.attempts import LaunchAttempt, OomKillWatch, RunRecorder
 from nbaccel.launching.diagnosis import diagnose
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, ProgramLimit, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, ProgramLimit, Start
 from nbaccel.launching.kernel_holdings import KernelHolding
 from nbaccel.launching.oom_restart import GiveUp, OomRestartPolicy, Restart, wait_for_memory
 from nbaccel.launching.processes.rank_results import RankResults
+from nbaccel.launching.tasks.function_task import FunctionTask
 
 GB = 1_000_000_000
 SPEC = LaunchSpec(FunctionTask(print), Devices(2), Start("fork", "a test"), RunSettings(seed=7), oom="shrink")

@@ -30,12 +30,13 @@ from nbaccel.base.hardware import Survey
 from nbaccel.launching.api import launch
 from nbaccel.launching.inline import run_inline
 from nbaccel.launching.ipc.ring import RingWriter
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launching.ipc.telemetry import Rings, Telemetry, write_event, write_loss
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.preflight import threads_per_rank
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import Run
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.output.screens import ConsoleScreen
 
 
@@ -278,7 +279,8 @@ from nbaccel.base.events import Loss, Metric, RecordsLost, emit
 from nbaccel.launching.launcher import default_launcher
 from nbaccel.launching.ipc.spec import Start
 from nbaccel.output.screens import ConsoleScreen
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import Run
 

@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbaccel.base.notices import without_our_frames
 from nbaccel.base.settings import STOP
+from nbaccel.base.short_tracebacks import without_our_frames
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

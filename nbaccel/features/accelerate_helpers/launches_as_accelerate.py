@@ -12,9 +12,10 @@ from typing import Any
 from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import STOP
 from nbaccel.launching.api import ARGUMENTS, check_call, launch, launch_inline
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launching.launcher import refuse_nested_launch
 from nbaccel.launching.plan import devices_of, settings_of
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.options.given_flags import given_flags
 from nbaccel.options.run_options import RunOptions
 

@@ -22,9 +22,10 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.features.export.first_steps import FIRST_STEPS, LossFile
 from nbaccel.launching.ipc.rank_part import RankTask
-from nbaccel.launching.ipc.spec import FunctionTask, TaskWatch
+from nbaccel.launching.ipc.spec import TaskWatch
 from nbaccel.launching.libraries import ONE_PROGRAM, OtherLibraries
 from nbaccel.launching.libraries.one_file import OneFile
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.train.distributed.partial_state import PartialState, forget_worlds
 from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.setup import setup_rank

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbaccel.base.notices import briefly, without_our_frames
+from nbaccel.base.notices import briefly
+from nbaccel.base.short_tracebacks import without_our_frames
 from nbaccel.features.map import Answers, Failed
 
 __all__ = ["FinishedMap", "LaterAnswers", "RunningMap"]

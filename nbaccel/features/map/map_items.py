@@ -19,9 +19,10 @@ from typing import Any
 
 from nbaccel.base.events import Listener
 from nbaccel.base.hardware import Survey
-from nbaccel.base.notices import briefly, without_our_frames
+from nbaccel.base.notices import briefly
 from nbaccel.base.quantities import duration, plural, rate, seconds_of
 from nbaccel.base.settings import STOP, RunSettings
+from nbaccel.base.short_tracebacks import without_our_frames
 from nbaccel.base.world import World
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import CannotSave, CannotSend, LaunchRefused, NestedLaunch
@@ -38,11 +39,12 @@ from nbaccel.features.map.map_job import as_items
 from nbaccel.launching.api import keep_run, planned, show_run
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
-from nbaccel.launching.ipc.spec import FunctionTask, LaunchSpec, load_named
+from nbaccel.launching.ipc.spec import LaunchSpec, load_named
 from nbaccel.launching.launcher import Launcher, default_launcher
 from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import Run, seen
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
 from nbaccel.namespace.payload import Payload, pack
 from nbaccel.options.run_options import RunOptions

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from nbaccel.launching.ipc.kernel_state import take_cell_sources
-from nbaccel.launching.ipc.spec import Results, SharedNamespace, Task
+from nbaccel.launching.ipc.shared_namespace import SharedNamespace
+from nbaccel.launching.ipc.spec import Results, Task
 from nbaccel.launching.ipc.user_code import new_main
 from nbaccel.namespace.names import first_card_in
 from nbaccel.namespace.nbytes import sizes_of

@@ -27,7 +27,8 @@ from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 from nbaccel.launching.diagnosis import list_of_ranks
 from nbaccel.launching.earlier_models import models_in
 from nbaccel.launching.gpu_trouble import before_a_run
-from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
+from nbaccel.launching.ipc.shared_namespace import SharedNamespace
+from nbaccel.launching.ipc.spec import LaunchSpec, Task
 from nbaccel.launching.ipc.user_code import reloader
 from nbaccel.launching.launcher import Launcher, refuse_nested_launch
 from nbaccel.launching.made_in_cells import refuse_what_stays_here

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from nbaccel.launching.attempts import LaunchAttempt, OomKillWatch, RunRecorder
 from nbaccel.launching.diagnosis import diagnose
 from nbaccel.launching.ipc.reports import signal_name
-from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
+from nbaccel.launching.ipc.shared_namespace import SharedNamespace
+from nbaccel.launching.ipc.spec import LaunchSpec, Task
 from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.kernel_holdings import held_here
 from nbaccel.launching.oom_restart import OomRestartPolicy

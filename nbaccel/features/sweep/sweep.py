@@ -14,9 +14,9 @@ from operator import index
 from typing import Any
 
 from nbaccel.base.hardware import Survey
-from nbaccel.base.notices import without_our_frames
 from nbaccel.base.quantities import amount, plural
 from nbaccel.base.settings import STOP
+from nbaccel.base.short_tracebacks import without_our_frames
 from nbaccel.base.world import World
 from nbaccel.errors import LaunchRefused, NestedLaunch
 from nbaccel.features.source.source_mark import SourceMark
@@ -26,13 +26,14 @@ from nbaccel.features.sweep.sweep_runs import SweepRuns
 from nbaccel.features.sweep.sweeping import Sweeping
 from nbaccel.launching.api import how_it_ended
 from nbaccel.launching.gpu_trouble import holder_name
-from nbaccel.launching.ipc.spec import FunctionTask, Task
+from nbaccel.launching.ipc.spec import Task
 from nbaccel.launching.launcher import default_launcher, refuse_nested_launch
 from nbaccel.launching.made_in_cells import refuse_what_stays_here
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.run import Run, RunOrigin
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.namespace.nbytes import bytes_by_sharing
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.screens import ConsoleScreen, shell_here

@@ -1,21 +1,18 @@
 """Values that pass from the kernel to a run. Built in the kernel, read in ranks.
 
 A `LaunchSpec` says what to run and on which devices; a `Task` is the work of one rank; a `WorkerBoot` holds the facts
-that one rank needs before any user code runs. A `SharedNamespace` is the namespace that persistent ranks keep from one
-task to the next: one in the kernel, and one in each rank.
+that one rank needs before any user code runs.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-import sys
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from nbaccel.base.hardware import Gpu
 from nbaccel.base.quantities import number_spans, plural
@@ -23,27 +20,25 @@ from nbaccel.base.settings import OOM_CHOICES, STOP, RunSettings, may_change_loo
 from nbaccel.base.world import World
 from nbaccel.errors import FeatureMissing, LaunchRefused
 from nbaccel.features import feature
-from nbaccel.launching.ipc.kernel_state import cell_sources
 from nbaccel.namespace.kind import Change
-from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
-from nbaccel.namespace.payload import Payload, pack, unpack
+from nbaccel.namespace.payload import Payload
 from nbaccel.namespace.pickling import Places
 from nbaccel.options.given_flags import GivenFlag
+
+if TYPE_CHECKING:
+    from nbaccel.launching.ipc.shared_namespace import SharedNamespace
 
 __all__ = [
     "Devices",
     "ForkServer",
-    "FunctionTask",
     "LaunchSpec",
     "ProgramLimit",
     "Results",
     "RunEnd",
-    "SharedNamespace",
     "Start",
     "Task",
     "TaskWatch",
     "WorkerBoot",
-    "by_reference_of",
     "load_named",
     "set_up",
 ]
@@ -235,80 +230,6 @@ class TaskWatch(Protocol):
 
     def explain(self) -> str:
         """Return why the watch does not keep equal what ranks train separately; empty if there is nothing to say."""
-
-
-class FunctionTask(Task):
-    """Calls a function in every rank and sends its value back.
-
-    Args:
-        caller: "module:function" that calls it in the rank, as ``caller(function, args, kwargs)``; empty for a plain
-            call.
-    """
-
-    reference = "nbaccel.launching.ipc.spec:FunctionTask"
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        debugged: int | None = None,
-        caller: str = "",
-        flags: tuple[GivenFlag, ...] = (),
-    ) -> None:
-        self.function = function
-        self.flags = flags
-        self.caller = caller
-        self.debugged = debugged
-        self.args = args
-        self.kwargs = kwargs or {}
-        self.value: Any = None
-
-    @functools.cached_property
-    def first_card(self) -> str:  # type: ignore[override]  # found out where it is asked first
-        return says_first_card(list(codes_of(self.function)), vars(sys.modules["__main__"]))
-
-    def run(self) -> None:
-        if self.caller:
-            self.value = load_named(self.caller)(self.function, self.args, self.kwargs)
-        else:
-            self.value = self.function(*self.args, **self.kwargs)
-
-    def named_objects(self) -> Sequence[str]:
-        return [self.caller] if self.caller else []
-
-    def results(self, rank: int) -> Results:
-        return Results(values={"value": self.value})
-
-    def values_to_send(self) -> dict[str, Any]:
-        main = vars(sys.modules["__main__"])
-        names = with_their_own(names_read(list(codes_of(self.function))), main)
-        read = {name: main[name] for name in sorted(names) if name in main}
-        return read | {"function": self.function, "args": self.args, "kwargs": self.kwargs}
-
-    def pack(self) -> Payload:
-        names = ("function", "args", "kwargs", "debugged", "caller", "flags")
-        return pack({name: getattr(self, name) for name in names})
-
-    @classmethod
-    def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
-        values = unpack(fd)
-        return cls(**values)
-
-    def by_reference(self) -> dict[int, str]:
-        """Return the classes of `__main__`: otherwise a class of the script would come back as a copy of itself."""
-        import __main__
-
-        return {
-            id(value): name
-            for name, value in vars(__main__).items()
-            if issubclass(type(value), type) and value.__module__ == "__main__"
-        }
-
-    def anchored(self, name: str) -> Any:
-        import __main__
-
-        return getattr(__main__, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -622,98 +543,3 @@ class Start:
 
     def __str__(self) -> str:
         return f"{self.method}: {self.reason}"
-
-
-_DEFINED = (type, types.FunctionType)
-
-
-class SharedNamespace:
-    """The names of one side, and the classes and functions that both sides know.
-
-    Names are stored in the rank; the kernel sends a name that a rank lacks with the first cell that reads it. Classes
-    and functions of the notebook that a rank has received are known by the same name on both sides. So only that name
-    is sent, and an object that comes back is of the notebook's own class.
-
-    Args:
-        namespace: The notebook's names in the kernel, the rank's own in a rank.
-
-    Attributes:
-        there: In the kernel, the names that all working ranks have.
-        unpulled: In the kernel, what was made or trained in ranks that live on, and not brought back, by name: in
-            words, and a number for its parameters.
-
-    Example:
-        >>> home = SharedNamespace({})
-        >>> home.learn({"x": 1, "twice": by_reference_of})
-        >>> home.find("name:twice")
-        Traceback (most recent call last):
-        ...
-        KeyError: 'name:twice'
-    """
-
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        self.namespace = namespace
-        self.there: frozenset[str] = frozenset()
-        self.unpulled: dict[str, tuple[str, int]] = {}
-        self._known: dict[str, Any] = {}
-        self._cells: frozenset[str] = frozenset()
-
-    def learn(self, values: Mapping[str, Any]) -> None:
-        """Record that the peer now holds `values` under the same names."""
-        self._known |= {name: _behind(name, values) for name in by_reference_of(values).values()}
-
-    def forget(self) -> None:
-        """Record that the peer holds nothing."""
-        self._known.clear()
-
-    def learn_cells(self) -> None:
-        """Record that the peer has the lines of the notebook's cells that have run by now."""
-        self._cells = frozenset(cell_sources())
-
-    def new_cells(self) -> dict[str, list[str]]:
-        """Return the lines of later cells. Each task sends all of them: a rank may not have taken part in the last."""
-        return {name: lines for name, lines in cell_sources().items() if name not in self._cells}
-
-    @property
-    def by_reference(self) -> dict[int, str]:
-        """Return the names of the objects that both sides know, by the id of the object."""
-        return {id(value): name for name, value in self._known.items()}
-
-    def find(self, name: str) -> Any:
-        """Return this side's object for a name that both sides know.
-
-        Raises:
-            KeyError: The name is not known.
-        """
-        return self._known[name]
-
-    def outdated(self, names: Iterator[str] | list[str]) -> list[str]:
-        """Return the classes and functions among `names` that were redefined on this side after the peer got them."""
-        changed = []
-        for name in names:
-            value, known = self.namespace.get(name), self._known.get(f"name:{name}")
-            if known is not None and value is not known and issubclass(type(value), _DEFINED):
-                changed.append(name)
-        return changed
-
-
-def by_reference_of(namespace: Mapping[str, Any]) -> dict[int, str]:
-    """Return names by id: classes and functions of the notebook, and the classes of its objects that no name leads to.
-
-    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False. A proxy
-    counts as an object of its own class: asking it for its ``__class__`` runs code, which may fail or take long.
-    """
-    by_reference: dict[int, str] = {}
-    for name, value in list(namespace.items()):
-        kind = type(value)
-        if kind.__module__ == "__main__":
-            by_reference.setdefault(id(kind), f"type:{name}")
-    for name, value in list(namespace.items()):
-        if issubclass(type(value), _DEFINED) and value.__module__ == "__main__":
-            by_reference[id(value)] = f"name:{name}"
-    return by_reference
-
-
-def _behind(anchor: str, namespace: Mapping[str, Any]) -> Any:
-    kind, _, name = anchor.partition(":")
-    return type(namespace[name]) if kind == "type" else namespace[name]

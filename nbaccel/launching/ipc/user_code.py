@@ -1,4 +1,6 @@
-"""Tell whose code a frame is: the user's, a library's, or ours. Used in the kernel and in ranks."""
+"""Tell whose code a frame is: the user's, a library's, or ours, and what of the notebook is known by name. Used in the
+kernel and in ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,22 @@ import os
 import signal
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 from nbaccel.base.notices import is_users
 
-__all__ = ["ASK", "cell_name", "is_users", "new_main", "question_path", "reloader", "stack_path"]
+__all__ = [
+    "ASK",
+    "DEFINED",
+    "by_reference_of",
+    "cell_name",
+    "is_users",
+    "new_main",
+    "question_path",
+    "reloader",
+    "stack_path",
+]
 
 is_users("")  # the folders of libraries are looked up now: the handler of a signal may ask next
 
@@ -72,3 +85,24 @@ def new_main() -> dict[str, Any]:
         shell.user_ns = namespace
         shell.user_module = main
     return namespace
+
+
+DEFINED = (type, types.FunctionType)
+"""Kinds of objects that go by name: both sides have the notebook's classes and functions."""
+
+
+def by_reference_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Return names by id: classes and functions of the notebook, and the classes of its objects that no name leads to.
+
+    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False. A proxy
+    counts as an object of its own class: asking it for its ``__class__`` runs code, which may fail or take long.
+    """
+    by_reference: dict[int, str] = {}
+    for name, value in list(namespace.items()):
+        kind = type(value)
+        if kind.__module__ == "__main__":
+            by_reference.setdefault(id(kind), f"type:{name}")
+    for name, value in list(namespace.items()):
+        if issubclass(type(value), DEFINED) and value.__module__ == "__main__":
+            by_reference[id(value)] = f"name:{name}"
+    return by_reference

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbaccel.base.aborting import DEVICE_ERRORS
 from nbaccel.base.events import Loss, TrainingMode, outlet
@@ -30,7 +30,7 @@ from nbaccel.launching.ipc.control import StepGate
 from nbaccel.launching.ipc.peer_watch import PeerWatch
 from nbaccel.launching.ipc.rank_part import RankTask
 from nbaccel.launching.ipc.ring import RingWriter
-from nbaccel.launching.ipc.spec import SharedNamespace, Task, TaskWatch, WorkerBoot, load_named, set_up
+from nbaccel.launching.ipc.spec import Task, TaskWatch, WorkerBoot, load_named, set_up
 from nbaccel.launching.rank.connections import explain
 from nbaccel.launching.rank.debugger import debugging
 from nbaccel.launching.rank.inherited import LostThreads, put_aside
@@ -52,6 +52,9 @@ from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.launching.rank.stack_snapshot import CallLog
 from nbaccel.launching.rank.streams import RankStreams
 from nbaccel.launching.rank.task_report import TaskReport
+
+if TYPE_CHECKING:
+    from nbaccel.launching.ipc.shared_namespace import SharedNamespace
 
 __all__ = [
     "Rank",

@@ -17,14 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from nbaccel.base.hardware import usable_memory
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import CannotSend
 from nbaccel.launching.ipc.kernel_state import random_states, set_random_states, take_cell_sources
-from nbaccel.launching.ipc.spec import Results, SharedNamespace, Task, by_reference_of
-from nbaccel.launching.ipc.user_code import new_main
+from nbaccel.launching.ipc.spec import Results, Task
+from nbaccel.launching.ipc.user_code import by_reference_of, new_main
 from nbaccel.launching.tasks.cell_code import CellSource, execute
 from nbaccel.namespace.arrays import TensorChange
 from nbaccel.namespace.inventory import Baseline, ObjectPlace, belongs_to_ipython, found_at
@@ -49,6 +49,9 @@ from nbaccel.namespace.payload import Payload, pack_what_can_travel, unpack_what
 from nbaccel.namespace.sharded_tensors import held_in_shards
 from nbaccel.namespace.unpicklable import cannot_be_rebuilt
 from nbaccel.namespace.wrappers import PYRO, is_wrapper, kept_apart, modules_in, plain
+
+if TYPE_CHECKING:
+    from nbaccel.launching.ipc.shared_namespace import SharedNamespace
 
 __all__ = [
     "RANDOM",

@@ -21,9 +21,10 @@ from nbaccel.features.check import kept_originals
 from nbaccel.features.check.folder_snapshot import FolderSnapshot, undo_changes
 from nbaccel.features.check.kept_originals import KeptOriginals
 from nbaccel.features.check.unrun_statements import UnrunStatements
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.output.screens import ConsoleScreen
 
 NAMES = ("again", "added", "array.npy", "copied", "cut", "linked", "moved", "removed", "replaced")

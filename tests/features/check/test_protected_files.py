@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from nbaccel.base.settings import RunSettings
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.output.screens import ConsoleScreen
 
 

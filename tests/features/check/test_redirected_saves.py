@@ -20,9 +20,10 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.features.check.dry_run.redirected_checkpoints import redirect_checkpoints
 from nbaccel.features.check.dry_run.redirection import Redirection
 from nbaccel.features.check.folder_snapshot import FolderSnapshot
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.testing import run_ranks
 from nbaccel.utils import ProjectConfiguration

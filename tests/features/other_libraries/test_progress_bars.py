@@ -13,8 +13,8 @@ import pytest
 
 from nbaccel.base.world import World
 from nbaccel.launching.ipc.rank_part import RankTask
-from nbaccel.launching.ipc.spec import FunctionTask
 from nbaccel.launching.libraries import ONE_PROGRAM, OtherLibraries
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.testing import run_ranks
 
 

@@ -21,7 +21,8 @@ from nbaccel.features.persistent.namespace_tasks import InitTask, Pull, Push
 from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.reaper import session_members
-from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, SharedNamespace, Start
+from nbaccel.launching.ipc.shared_namespace import SharedNamespace
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes import shutdown
 from nbaccel.launching.processes.interaction import Pollable

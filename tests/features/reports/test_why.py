@@ -15,8 +15,8 @@ from nbaccel.errors import CannotSend, RanksFailed
 from nbaccel.features.reports.why import why_report
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
-from nbaccel.launching.ipc.spec import FunctionTask
 from nbaccel.launching.processes.rank_results import RankResults
+from nbaccel.launching.tasks.function_task import FunctionTask
 
 MISMATCH = """%%accelerate --cpu -n 2
 import torch

@@ -23,8 +23,9 @@ from nbaccel import Accelerator, LaunchRefused, launch
 from nbaccel.base.hardware import Gpu, MemoryInfo, Survey
 from nbaccel.base.settings import RunSettings
 from nbaccel.features.sweep.sweep import line_on_copies, refuse_a_full_host, sweep
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, Start
+from nbaccel.launching.ipc.spec import Devices, Start
 from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.options.run_options import RunOptions
 
 _SETUP = "nbaccel.train.setup:setup_rank"

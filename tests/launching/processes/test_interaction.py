@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.interaction import Interrupts, Pollable, uninterrupted
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.output.screens import ConsoleScreen
 
 

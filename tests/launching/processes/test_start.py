@@ -22,11 +22,12 @@ import pytest
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.base.world import World
 from nbaccel.launching.api import launch
-from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes import start
 from nbaccel.launching.processes.start import MainThread
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.tasks.function_task import FunctionTask
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.testing import run_ranks
 

@@ -13,7 +13,7 @@ from fakes import first_task
 from nbaccel.base.aborting import is_aborted
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.rank_part import RankTask
-from nbaccel.launching.ipc.spec import SharedNamespace
+from nbaccel.launching.ipc.shared_namespace import SharedNamespace
 from nbaccel.launching.rank import lifetime
 from nbaccel.launching.rank.lifetime import CutWatch
 from nbaccel.testing import run_ranks

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, find_executable_batch_size
-from nbaccel.launching.ipc.spec import FunctionTask
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
+from nbaccel.launching.tasks.function_task import FunctionTask
 
 
 def library(name: str, **contents: Any) -> types.ModuleType:

@@ -15,7 +15,8 @@ from torch import nn
 from fakes import first_task
 from nbaccel import launch
 from nbaccel.errors import NotPrepared
-from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, SharedNamespace, Start, TaskWatch
+from nbaccel.launching.ipc.shared_namespace import SharedNamespace
+from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, Start, TaskWatch
 from nbaccel.launching.launcher import Launcher, default_launcher
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.tasks.cell_code import CellSource
