@@ -10,11 +10,9 @@ Reasons: docs/design/screen.md
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.hardware import Platform
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "PeriodicText",
     "Views",
-    "can_answer",
-    "runs_unattended",
 ]
 
 _EVERY_S = 30.0
@@ -89,9 +85,6 @@ class PeriodicText(RunView):
         elif unfinished:
             super().write(stream, "\n")
         self.write("stdout", f"{words}\n")
-
-
-_UNATTENDED = ("nbconvert", "papermill", "jupyter-execute")
 
 
 class Views:
@@ -156,42 +149,3 @@ def _notebook_views() -> Callable[[], NotebookViews] | None:
         ConsoleScreen().write("stdout", f"{missing}\n")
         return None
     return made
-
-
-def can_answer(shell: Any) -> bool:
-    """Return whether the front end that sent the running cell can be asked for input.
-
-    Front ends say so, and programs that execute notebooks say that they cannot.
-    """
-    parent = getattr(shell, "parent_header", None) or {}
-    return bool(parent.get("content", {}).get("allow_stdin"))
-
-
-def _when_the_cell_ends(shell: Any, call: Callable[[], None]) -> None:
-    """Call `call` once the code of the present cell is done; its output still belongs to the cell."""
-
-    def once(result: Any) -> None:
-        shell.events.unregister("post_run_cell", once)
-        call()
-
-    shell.events.register("post_run_cell", once)
-
-
-def runs_unattended(platform: Platform, parent: int | None = None, root: Path = Path("/")) -> bool:
-    """Return whether a program executes the notebook from its first cell to its last, with no person watching.
-
-    Kaggle states it; kernels of nbconvert, papermill and `jupyter execute` are their children.
-
-    Args:
-        parent: Process id, by default that of this process's parent.
-        root: Replaces the root of the file system, in tests.
-    """
-    if platform is Platform.KAGGLE_BATCH:
-        return True
-    try:
-        with open(f"{root}/proc/{parent or os.getppid()}/cmdline", "rb", buffering=0) as file:
-            command = file.read().decode(errors="replace")
-    except OSError:  # no Linux
-        return False
-    words = [os.path.basename(word) for word in command.split("\0")[:4]]  # python -m nbconvert --execute
-    return any(name in word for word in words for name in _UNATTENDED)

@@ -39,7 +39,7 @@ from nbaccel.launching.ipc.ring import RingWriter
 from nbaccel.launching.ipc.spec import LaunchSpec, Task, TaskWatch, set_up
 from nbaccel.launching.ipc.telemetry import Rings, Telemetry
 from nbaccel.launching.launcher import Launcher
-from nbaccel.launching.libraries import foreign_trainers_report
+from nbaccel.launching.libraries.inline_meetings import foreign_trainers_report
 from nbaccel.launching.processes.keep_running import NOTICE_AFTER_S, TICK_S
 from nbaccel.launching.processes.shutdown import FINISHING, FINISHING_CALLS, finishing_s
 from nbaccel.launching.rank.reporter import Reporter

@@ -44,7 +44,7 @@ from nbaccel.launching.libraries import what_meets_loaded_libraries
 from nbaccel.launching.processes.attached_debugger import undebugged, untrace
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, driven
-from nbaccel.launching.processes.start import ForkStart, StartMethod, ZygoteStart
+from nbaccel.launching.processes.start import ForkStart, StartMethod
 from nbaccel.launching.processes.supervisor import BadFork, RunObservers, open_log
 from nbaccel.launching.processes.workers import WorkerGroup
 from nbaccel.launching.run import Run, record_of
@@ -269,9 +269,11 @@ class Launcher:
         )
 
     def _method(self, spec: LaunchSpec) -> StartMethod:
-        if (server := spec.fork_server) is not None:
-            return ZygoteStart(lambda: server)
-        if spec.start.method == "zygote":
+        if spec.fork_server is not None or spec.start.method == "zygote":
+            from nbaccel.launching.processes.zygote_start import ZygoteStart
+
+            if (server := spec.fork_server) is not None:
+                return ZygoteStart(lambda: server)
             return ZygoteStart(self.resources.zygote, starts_again=spec.end.restarts_ranks)
         if (why := why_forks_fail()) is not None:
             # It changed after the start was chosen: by modules loaded for it, or in the notebook before a restart.

@@ -11,9 +11,10 @@ from display.runs import Clock, Paper, report
 from nbaccel.base.events import Restarted
 from nbaccel.base.hardware import Platform
 from nbaccel.display import views
+from nbaccel.display.attendance import runs_unattended
 from nbaccel.display.run_view import RunView
 from nbaccel.display.summary import RunFacts
-from nbaccel.display.views import PeriodicText, Views, runs_unattended
+from nbaccel.display.views import PeriodicText, Views
 from nbaccel.errors import FeatureMissing
 
 FACTS = RunFacts("Cell In[5]")

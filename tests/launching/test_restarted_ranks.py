@@ -19,8 +19,8 @@ from nbaccel.errors import PeerFailed, RankDied
 from nbaccel.launching.ipc.reaper import session_members
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, Start
 from nbaccel.launching.launcher import Launcher
-from nbaccel.launching.processes.rank_losses import MOST_RESTARTS
 from nbaccel.launching.processes.rank_results import RankResults
+from nbaccel.launching.processes.restarted_ranks import MOST_RESTARTS
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.function_task import FunctionTask

@@ -18,9 +18,9 @@ from nbaccel.base.hardware import Platform
 from nbaccel.base.notices import briefly
 from nbaccel.base.quantities import duration
 from nbaccel.base.world import is_notebook_kernel
+from nbaccel.display.attendance import can_answer, runs_unattended
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import line
-from nbaccel.display.views import can_answer, runs_unattended
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching.processes.calling_thread import CallingThread
 from nbaccel.launching.processes.interaction import Pollable

@@ -18,7 +18,7 @@ from nbaccel.features.check.dry_run.device_clock import wait_for_device
 from nbaccel.features.check.dry_run.rank_records import RankRecords
 from nbaccel.features.check.dry_run.rank_run import RankDryRun, go_offline
 from nbaccel.features.source.fingerprint import checksum_of
-from nbaccel.launching.ipc.import_hooks import when_loaded_meanwhile
+from nbaccel.launching.ipc.import_hooks_meanwhile import when_loaded_meanwhile
 from nbaccel.launching.ipc.spec import Results, load_named
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import RANDOM, RESULT, CellTask

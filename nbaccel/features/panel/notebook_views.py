@@ -14,9 +14,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from nbaccel.base.hardware import Platform
+from nbaccel.display.attendance import runs_unattended
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts, RunState
-from nbaccel.display.views import PeriodicText, runs_unattended
+from nbaccel.display.views import PeriodicText
 from nbaccel.features.panel.display_slot import DisplaySlot
 from nbaccel.features.panel.live_panel import LivePanel
 from nbaccel.features.panel.panel import Panel

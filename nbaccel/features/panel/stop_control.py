@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from nbaccel.display.attendance import can_answer
 from nbaccel.display.run_view import PanelSink
-from nbaccel.display.views import can_answer
 from nbaccel.launching.processes.interaction import Pollable
 
 if TYPE_CHECKING:  # it imports ipywidgets, which take a while and may be missing

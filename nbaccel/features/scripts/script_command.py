@@ -19,7 +19,6 @@ from IPython.core.error import UsageError
 
 from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import PARTITIONING, RunSettings
-from nbaccel.base.world import SlurmStep
 from nbaccel.errors import LaunchRefused
 from nbaccel.features.scripts.accelerate_config import AccelerateConfig, default_path
 from nbaccel.features.scripts.accelerate_flags import (
@@ -37,6 +36,7 @@ from nbaccel.features.scripts.accelerate_flags import (
     whole,
 )
 from nbaccel.features.scripts.elastic import Elastic, Nodes, Program
+from nbaccel.features.scripts.slurm_step import SlurmStep
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.plan import ScriptPlan

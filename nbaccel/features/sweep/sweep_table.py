@@ -16,10 +16,11 @@ from typing import Any
 
 from nbaccel.base.hardware import Platform
 from nbaccel.base.quantities import duration, number, plural
+from nbaccel.display.attendance import runs_unattended
 from nbaccel.display.history import History
 from nbaccel.display.run_view import TICK_SLACK_S, PanelSink
 from nbaccel.display.summary import RunFacts, RunState
-from nbaccel.display.views import Views, runs_unattended
+from nbaccel.display.views import Views
 from nbaccel.features.panel.display_slot import DisplaySlot
 from nbaccel.features.panel.panel import SIGNS, Panel
 from nbaccel.features.panel.svg import STYLE, Scale, spark

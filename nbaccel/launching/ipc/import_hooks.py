@@ -1,15 +1,16 @@
-"""Runs an action on a module when the program loads it. In ranks, and for a time in a kernel; it imports nothing else.
+"""Runs an action on a module when the program loads it. In ranks; it imports nothing else.
 
 For a module that is loaded already, in the kernel or by the zygote, the action runs at once. If a version of the module
 does not fit the action, the program runs as it would without it. What is to be done with the modules of a package can
-be asked for when the package is found (`when_found`), so that nobody loads it for programs without that package.
+be asked for when the package is found (`when_found`), so that nobody loads it for programs without that package. For
+the time of one block: `import_hooks_meanwhile`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -18,15 +19,15 @@ from typing import Any
 
 __all__ = [
     "Action",
+    "Ask",
+    "Finder",
     "when_found",
-    "when_found_meanwhile",
     "when_loaded",
-    "when_loaded_meanwhile",
 ]
 
 Action = Callable[[ModuleType], None]
 
-_Ask = Callable[[], Iterable[tuple[str, Action]]]
+Ask = Callable[[], Iterable[tuple[str, Action]]]
 
 
 def when_loaded(actions: Mapping[str, Action]) -> None:
@@ -35,10 +36,10 @@ def when_loaded(actions: Mapping[str, Action]) -> None:
     Actions for one module run in the order in which they were given. Nothing stays where all modules are loaded.
     """
     later = [name for name in actions if name not in sys.modules]
-    (_finder() if later else _Finder()).add(actions.items())
+    (_finder() if later else Finder()).add(actions.items())
 
 
-def when_found(asks: Iterable[tuple[str, _Ask]]) -> None:
+def when_found(asks: Iterable[tuple[str, Ask]]) -> None:
     """Ask what is to be done with which modules before the package of each name is loaded; at once if it is.
 
     What an ask raises is raised by the import of the package.
@@ -48,47 +49,19 @@ def when_found(asks: Iterable[tuple[str, _Ask]]) -> None:
         finder.add_ask(name, ask)
 
 
-def _finder() -> _Finder:
-    finder = next((each for each in sys.meta_path if type(each) is _Finder), None)
+def _finder() -> Finder:
+    finder = next((each for each in sys.meta_path if type(each) is Finder), None)
     if finder is None:  # one for all: each import of the program asks every finder
-        sys.meta_path.insert(0, finder := _Finder())
+        sys.meta_path.insert(0, finder := Finder())
     return finder
 
 
-@contextmanager
-def when_loaded_meanwhile(actions: Mapping[str, Action]) -> Iterator[None]:
-    """Do the same as `when_loaded`, but only for modules that are imported before the block ends."""
-    with _for_now() as finder:
-        finder.add(actions.items())
-        yield
-
-
-@contextmanager
-def when_found_meanwhile(asks: Iterable[tuple[str, _Ask]]) -> Iterator[None]:
-    """Do the same as `when_found`, but only for packages that are imported before the block ends."""
-    with _for_now() as finder:
-        for name, ask in asks:
-            finder.add_ask(name, ask)
-        yield
-
-
-@contextmanager
-def _for_now() -> Iterator[_FinderForNow]:
-    finder = _FinderForNow()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield finder
-    finally:
-        with suppress(ValueError):  # the program has removed it
-            sys.meta_path.remove(finder)
-
-
-class _Finder(MetaPathFinder):
+class Finder(MetaPathFinder):
     """Finds every module that the other finders find, and runs its actions when it has been loaded."""
 
     def __init__(self) -> None:
         self._actions: dict[str, list[Action]] = {}
-        self._asks: dict[str, list[_Ask]] = {}
+        self._asks: dict[str, list[Ask]] = {}
 
     def add(self, actions: Iterable[tuple[str, Action]], loading: str = "") -> None:
         """Run each action with the module of its name, now or when it is loaded.
@@ -103,7 +76,7 @@ class _Finder(MetaPathFinder):
                 with suppress(Exception):  # see above
                     action(sys.modules[name])
 
-    def add_ask(self, name: str, ask: _Ask) -> None:
+    def add_ask(self, name: str, ask: Ask) -> None:
         """Ask now, or before the module of that name is loaded."""
         if name in sys.modules:
             self.add(ask())
@@ -133,14 +106,10 @@ class _Finder(MetaPathFinder):
                 action(module)
 
 
-class _FinderForNow(_Finder):
-    """A finder of one block: nobody else adds to it."""
-
-
 class _Loader(Loader):
     """Another loader, and the asks and actions for its module around it."""
 
-    def __init__(self, loader: Loader, name: str, finder: _Finder) -> None:
+    def __init__(self, loader: Loader, name: str, finder: Finder) -> None:
         self._loader = loader
         self._name = name
         self._finder = finder

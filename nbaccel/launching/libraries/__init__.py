@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from nbaccel.base.world import World
 from nbaccel.errors import FeatureMissing
 from nbaccel.features import feature, modules_of, named
-from nbaccel.launching.ipc.import_hooks import Action, when_found, when_found_meanwhile
+from nbaccel.launching.ipc.import_hooks import Action, when_found
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import TaskWatch
 from nbaccel.launching.libraries.nested_launchers import refuse_launchers
@@ -27,7 +26,7 @@ __all__ = [
     "ONE_PROGRAM",
     "REPORTS",
     "OtherLibraries",
-    "foreign_trainers_report",
+    "actions_of",
     "what_meets_loaded_libraries",
 ]
 
@@ -35,7 +34,6 @@ _RANKS = "ranks with "
 _LOGINS = "log-ins of "
 REPORTS = "reports of "
 ONE_PROGRAM = "one program with "
-_INLINE = "inline runs with "
 
 
 class OtherLibraries(RankPart):
@@ -75,24 +73,11 @@ class OtherLibraries(RankPart):
 
     def meet(self, *kinds: str) -> None:
         """Meet the libraries that the table has of these kinds, now or when they are loaded. Once per process."""
-        when_found([(name, partial(_ask, f"{kind}{name}", self, name)) for kind in kinds for name in named(kind)])
+        when_found([(name, partial(actions_of, f"{kind}{name}", self, name)) for kind in kinds for name in named(kind)])
 
     def begin(self, running: RankTask) -> None:
         self.knows_ranks = running.task.knows_ranks
         self.watch = None if self.knows_ranks else running.equal_watch
-
-
-@contextmanager
-def foreign_trainers_report(has_stopped: Callable[[], bool]) -> Iterator[None]:
-    """Make the trainers that the block uses report, as they do in ranks.
-
-    Args:
-        has_stopped: Returns whether an interrupt of the user's has acted in the block.
-    """
-    with ExitStack() as undo:
-        asks = [(name, partial(_ask, f"{_INLINE}{name}", undo, has_stopped, name)) for name in named(_INLINE)]
-        undo.enter_context(when_found_meanwhile(asks))
-        yield
 
 
 def what_meets_loaded_libraries() -> list[str]:
@@ -102,7 +87,7 @@ def what_meets_loaded_libraries() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _ask(name: str, *args: Any) -> Iterable[tuple[str, Action]]:
+def actions_of(name: str, *args: Any) -> Iterable[tuple[str, Action]]:
     """Return what a feature does with the modules of a library."""
     try:
         actions: Iterable[tuple[str, Action]] = feature(name)(*args)

@@ -1,7 +1,8 @@
-"""Start methods of ranks: a fork of the kernel, or a fork of the zygote. Runs in the kernel; one class for each.
+"""Start methods of ranks, and the usual one: a fork of the kernel. Runs in the kernel.
 
-Both give every rank the same `WorkerBoot` and the same runtime (`rank/main.py`); they differ in the process that is
-copied. `MainThread` repairs CPython's record of the main thread in a child that another thread has forked.
+All give every rank the same `WorkerBoot` and the same runtime (`rank/main.py`); they differ in the process that is
+copied: `ZygoteStart` asks another one. `MainThread` repairs CPython's record of the main thread in a child that another
+thread has forked.
 
 Reasons: docs/design/starting-ranks.md
 """
@@ -20,12 +21,11 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbaccel.errors import LaunchRefused
-from nbaccel.launching.ipc.spec import ForkServer, Task, WorkerBoot
+from nbaccel.launching.ipc.spec import Task, WorkerBoot
 from nbaccel.launching.processes.attached_debugger import fork, leave_debugger, what_it_replaced
 from nbaccel.launching.processes.calling_thread import CallingThread
 from nbaccel.launching.processes.handle import WorkerProcess
@@ -36,14 +36,13 @@ from nbaccel.launching.rank.jupyter import kernel_ports
 from nbaccel.launching.rank.main import Rank, run_rank
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.namespace.open_files import FilesOfRanks, take_places
-from nbaccel.namespace.payload import Payload
 from nbaccel.namespace.threads import threads_of_the_notebook
 
 __all__ = [
     "ForkStart",
     "MainThread",
     "StartMethod",
-    "ZygoteStart",
+    "quiet_tokenizers",
 ]
 
 
@@ -145,7 +144,7 @@ class ForkStart:
         # A child of a thread that has run OpenMP waits for its pool:
         # https://github.com/pytorch/pytorch/issues/58962.
         # A collection between two forks would copy the pages of all that it looks at.
-        with _quiet_tokenizers(), CallingThread.kept_local_values(), no_collections():
+        with quiet_tokenizers(), CallingThread.kept_local_values(), no_collections():
             thread = threading.Thread(target=caller.context.run, args=(fork_all,), name="nbaccel-fork")
             thread.start()
             thread.join()
@@ -263,48 +262,6 @@ def _fork(forked: _ForkedRank, task: Task, inherited: _Inherited) -> WorkerProce
     return WorkerProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-class ZygoteStart:
-    """Starts ranks as copies of a clean process with torch loaded; the names that they read are sent by pickle.
-
-    Args:
-        zygote: Returns that process, which it starts anew if it is gone; or what starts ranks on other machines.
-        starts_again: Ranks may be started again later, so the packed values are kept until `close`.
-    """
-
-    def __init__(self, zygote: Callable[[], ForkServer], *, starts_again: bool = False) -> None:
-        self._zygote = zygote
-        self._starts_again = starts_again
-        self._payload: Payload | None = None
-
-    def get_ready(self) -> None:
-        self._zygote().get_ready()
-
-    def pack(self, task: Task, world_size: int, timeout_s: float | None, beside: Sequence[Pollable]) -> None:
-        from nbaccel.launching.processes.alarm import endable  # a forked run sends nothing
-
-        with endable(timeout_s, beside):
-            self._payload = task.pack()
-
-    def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
-        assert self._payload is not None, "`pack` comes first"
-        try:
-            with _quiet_tokenizers():
-                try:
-                    return self._zygote().fork(boots, task.reference, self._payload)
-                except (BrokenPipeError, LaunchRefused):  # it has just died
-                    if not self._starts_again:
-                        raise
-                    return self._zygote().fork(boots, task.reference, self._payload)
-        finally:
-            if not self._starts_again:
-                self.close()
-
-    def close(self) -> None:
-        payload, self._payload = self._payload, None
-        if payload is not None:
-            os.close(payload.fd)
-
-
 @functools.lru_cache(maxsize=1)
 def _forget_lookups(modules: int) -> None:
     """Empty CPython's cache of lookups in types, if modules were imported since this was done.
@@ -348,7 +305,7 @@ def _flush_open_files(others: Sequence[Any]) -> None:
 
 # The warning: https://github.com/huggingface/transformers/issues/5486.
 @contextlib.contextmanager
-def _quiet_tokenizers() -> Iterator[None]:
+def quiet_tokenizers() -> Iterator[None]:
     """Silence the tokenizers library's needless warning in every forked process, unless the user has set it."""
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:

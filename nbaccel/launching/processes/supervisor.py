@@ -29,7 +29,7 @@ from nbaccel.launching.processes.hangs import HangWatch
 from nbaccel.launching.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
 from nbaccel.launching.processes.keep_running import NOTICE_AFTER_S, KeepRunning, ShutdownPolicy, TimeLimits
 from nbaccel.launching.processes.notebook_queues import NotebookQueues
-from nbaccel.launching.processes.rank_losses import EndOfRun, RestartRanks, restart_line
+from nbaccel.launching.processes.rank_losses import EndOfRun
 from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, Wait, driven
 from nbaccel.launching.processes.shutdown import (
@@ -97,7 +97,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._hears_signals = hears_signals
         self._interrupts = Interrupts()
-        self._losses = RestartRanks(worker_group) if end.restarts_ranks else EndOfRun()
+        self._losses = _losses(worker_group) if end.restarts_ranks else EndOfRun()
         self._lost: list[WorkerHandle] = []  # ranks that may be started again
         self._telemetry = Telemetry(worker_group.rings, [self._losses, *listeners], notice)
         self._causes = FirstFailure(worker_group.members, task.debugged)
@@ -370,7 +370,7 @@ class Supervisor:
             self._worker_group.restart(member.rank, self._fds)
             self._telemetry.renew(member.rank)
             self._watch([member.rank])
-            line = restart_line(member.rank, member.process.reap())
+            line = self._losses.line(member.rank, member.process.reap())
             self._notice(line)
             self._telemetry.tell(member.rank, now, RankRestarted(line))
 
@@ -445,6 +445,13 @@ class Supervisor:
             raised=self._interrupts.raised,
             has_written=self._worker_group.has_written_files,
         )
+
+
+def _losses(worker_group: WorkerGroup) -> EndOfRun:
+    """Return what starts ranks again; it is loaded here, before the ranks."""
+    from nbaccel.launching.processes.restarted_ranks import RestartRanks
+
+    return RestartRanks(worker_group)
 
 
 _SETTLE_S = 0.5  # peers notice a lost connection before the kernel notices its cause

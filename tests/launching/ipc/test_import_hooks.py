@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import FeatureMissing
-from nbaccel.launching.ipc.import_hooks import when_found, when_found_meanwhile, when_loaded, when_loaded_meanwhile
+from nbaccel.launching.ipc.import_hooks import when_found, when_loaded
+from nbaccel.launching.ipc.import_hooks_meanwhile import when_found_meanwhile, when_loaded_meanwhile
 
 
 @pytest.fixture

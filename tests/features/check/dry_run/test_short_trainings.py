@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from features.check.dry_run.fakes_of_loops import Cutting
 from nbaccel.features.check.dry_run.short_trainings import ShortTrainings
 from nbaccel.features.check.forecasts.trainer_counts import EVALUATION, SAVE, TRAINING
-from nbaccel.launching.ipc.import_hooks import when_loaded_meanwhile
+from nbaccel.launching.ipc.import_hooks_meanwhile import when_loaded_meanwhile
 
 
 class Shortened(Cutting):
