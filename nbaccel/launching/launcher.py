@@ -338,8 +338,8 @@ def load_once(
         warm: Modules that every rank uses.
     """
     modules = [*warm, *(each.partition(":")[0] for each in named)]
-    # of these runs the modules are not known here
-    asks = settings is not None and (world_size == 1 or settings.strategy is not None or settings.changes_loops)
+    # of these choices the modules are not known here
+    asks = settings is not None and (settings.strategy is not None or settings.changes_loops)
     is_loaded = not asks and all(module in sys.modules for module in (*modules, *what_meets_loaded_libraries()))
 
     def load() -> None:
@@ -347,7 +347,7 @@ def load_once(
             untrace()
         for module in modules:
             loaded = importlib.import_module(module)
-            if asks and (load_for_ranks := getattr(loaded, "load_for_ranks", None)) is not None:
+            if settings is not None and (load_for_ranks := getattr(loaded, "load_for_ranks", None)) is not None:
                 load_for_ranks(settings, world_size)
         for module in what_meets_loaded_libraries():  # now that torch is, which loads some
             with contextlib.suppress(ModuleNotFoundError):  # a folder of features is not there: the ranks say so

@@ -6,12 +6,13 @@ are asked for any other name.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from importlib.metadata import EntryPoint, entry_points
 
-from nbaccel.base.tracking import GeneralTracker, LoggerType
+from nbaccel.base.tracking import GeneralTracker
 from nbaccel.features import feature, named
 
-__all__ = ["ACCELERATES_TRACKERS", "find_tracker", "tracker_names"]
+__all__ = ["ACCELERATES_TRACKERS", "LoggerType", "find_tracker", "tracker_names"]
 
 _OURS, _GROUP = "log_with=", "nbaccel_trackers"
 
@@ -69,3 +70,25 @@ def find_tracker(name: str) -> type[GeneralTracker]:
 
 def _of_others() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=_GROUP)}
+
+
+class LoggerType(StrEnum):
+    """Names for ``Accelerator(log_with=…)``; plain strings work as well.
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(log_with=[LoggerType.CSV, "jsonl"], project_dir="runs")
+    """
+
+    ALL = "all"
+    AIM = "aim"
+    CLEARML = "clearml"
+    COMETML = "comet_ml"
+    CSV = "csv"
+    DVCLIVE = "dvclive"
+    JSONL = "jsonl"
+    MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+    WANDB = "wandb"

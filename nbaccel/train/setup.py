@@ -18,12 +18,13 @@ from nbaccel.features import feature
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
-from nbaccel.train.raw_loop.hooks import ChangedLoop, LoopChange, RefusedLoop
 from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.strategies import strategy_class
 
 if TYPE_CHECKING:
+    from nbaccel.train.raw_loop.changed_loop import ChangedLoop
+    from nbaccel.train.raw_loop.changes_by_flags import LoopChange
     from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 
 __all__ = ["load_for_ranks", "loop_changes", "setup_rank"]
@@ -55,6 +56,8 @@ def load_for_ranks(settings: RunSettings, world_size: int) -> None:
     """Load what so many ranks with these settings would load: in the kernel, for them to share."""
     if world_size == 1:
         importlib.import_module("nbaccel.train.raw_loop.single_rank")
+    if settings.changes_loops:
+        importlib.import_module("nbaccel.train.raw_loop.changed_loop")
     with suppress(Exception):  # the ranks meet it again
         loop_changes(settings)
     with suppress(Exception):
@@ -85,7 +88,11 @@ def setup_rank(
         on_renewal(lambda source, number: feature("groups of ranks that stay")(source, number))
     changes = loop_changes(settings)
     if settings.independent or settings.strict:
-        return ChangedLoop(changes, world) if changes and settings.independent else None
+        if not (changes and settings.independent):
+            return None
+        from nbaccel.train.raw_loop.changed_loop import ChangedLoop  # see `load_for_ranks`
+
+        return ChangedLoop(changes, world)
     if world.is_distributed:
         return RawLoopTraining(world, settings, changes)
     from nbaccel.train.raw_loop.single_rank import SingleRankWatch  # see `load_for_ranks`
@@ -100,5 +107,7 @@ def loop_changes(settings: RunSettings) -> tuple[LoopChange, ...]:
     try:
         changes: tuple[LoopChange, ...] = feature("-p or -a above an unmodified loop")(settings)
     except FeatureMissing as error:
+        from nbaccel.train.raw_loop.changes_by_flags import RefusedLoop
+
         return (RefusedLoop(error),)
     return changes

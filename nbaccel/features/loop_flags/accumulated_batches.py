@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from nbaccel.errors import FlagConflict, NbaccelError
 from nbaccel.train.distributed.callers import library_that_trains
+from nbaccel.train.raw_loop.changes_by_flags import LoopChange, TrainedOptimizers, WatchedLoop
 from nbaccel.train.raw_loop.deferred_calls import let_clipping_find_nothing
 from nbaccel.train.raw_loop.graph import leaves_of, runs_backwards_inside
-from nbaccel.train.raw_loop.hooks import LoopChange, TrainedOptimizers, WatchedLoop, parameters_of
 from nbaccel.train.raw_loop.loader_pass import Place
-from nbaccel.train.raw_loop.trained_tensors import surrounding_parameters
+from nbaccel.train.raw_loop.trained_tensors import parameters_of, surrounding_parameters
 from nbaccel.train.step.raw_loop_hooks import hold_loop_state
 
 __all__ = ["AccumulatedBatches"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nbaccel.base.settings import RunSettings
 from nbaccel.features.loop_flags.accumulated_batches import AccumulatedBatches
 from nbaccel.features.loop_flags.loop_precision import precision_of_loop
-from nbaccel.train.raw_loop.hooks import LoopChange
+from nbaccel.train.raw_loop.changes_by_flags import LoopChange
 
 __all__ = ["loop_changes"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from nbaccel.base.settings import RunSettings
 from nbaccel.features.loop_flags.loop_changes import loop_changes
 from nbaccel.train.distributed.partial_state import current_world
-from nbaccel.train.raw_loop.hooks import ChangedLoop
+from nbaccel.train.raw_loop.changed_loop import ChangedLoop
 
 __all__ = ["change_loops"]
 

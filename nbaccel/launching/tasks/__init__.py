@@ -1,4 +1,4 @@
 """Tasks: what ranks run, and what goes back: a cell, a function, a part of a namespace. Kernel and ranks run it.
 
-Imports `launching/ipc`, `namespace` and `base`.
+Imports `launching/ipc`, `namespace`, `options` and `base`.
 """

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -33,7 +33,7 @@ from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter
 from nbaccel.train.raw_loop.graph import leave_scalers, watch_scalers
-from nbaccel.train.raw_loop.hooks import Hooks, LoopChange
+from nbaccel.train.raw_loop.hooks import Hooks
 from nbaccel.train.raw_loop.last_batch import LastBatch
 from nbaccel.train.raw_loop.loader_pass import Place
 from nbaccel.train.raw_loop.part_numbers import PartNumbers
@@ -46,6 +46,9 @@ from nbaccel.train.step.raw_loop_hooks import (
     when_beginning_anew,
     when_stepping_back,
 )
+
+if TYPE_CHECKING:
+    from nbaccel.train.raw_loop.changes_by_flags import LoopChange
 
 __all__ = [
     "Notices",

@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim import Optimizer
 
 from nbaccel.base.values import frozen
 from nbaccel.errors import NotPrepared
@@ -41,6 +42,7 @@ __all__ = [
     "Models",
     "is_hook_of_ours",
     "optimizers_of",
+    "parameters_of",
     "sums_of",
     "surrounding_optimizers",
     "surrounding_parameters",
@@ -736,3 +738,8 @@ def sums_of(tensors: Sequence[Tensor]) -> list[float]:
         is_float = values.is_floating_point()
         found.append(torch.linalg.vector_norm(values, dtype=torch.float64) if is_float else 0.0)
     return [each if math.isfinite(each) else 0.0 for each in as_floats(found)]
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
