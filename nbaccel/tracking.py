@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.base.tracking import BlankTracker, GeneralTracker, LoggerType, on_main_process, without_none
-from nbaccel.train.named_trackers import ACCELERATES_TRACKERS, find_tracker, tracker_names
+from nbaccel.base.tracking import BlankTracker, GeneralTracker, on_main_process, without_none
+from nbaccel.train.named_trackers import ACCELERATES_TRACKERS, LoggerType, find_tracker, tracker_names
 
 __all__ = [
     "BlankTracker",

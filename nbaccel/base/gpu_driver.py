@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["CUDA_VARIABLES", "cuda_environ", "has_gpu_driver", "has_nvidia_driver", "is_holder"]
+__all__ = ["CUDA_VARIABLES", "cuda_environ", "has_gpu_driver", "has_nvidia_driver"]
 
 CUDA_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -20,9 +20,6 @@ CUDA_VARIABLES = (
     "PYTORCH_ALLOC_CONF",
 )
 """The only variables whose values a survey stores; none of them is ever a secret."""
-
-_PROCESSES_OF_THE_HOST = "pid:[4026531836]"
-"""Linux's first namespace of process ids, PROC_PID_INIT_INO of proc_ns.h."""
 
 
 def cuda_environ(environ: Mapping[str, str] | None = None) -> tuple[tuple[str, str], ...]:
@@ -43,26 +40,3 @@ def has_nvidia_driver(root: Path = Path("/")) -> bool:
     """Return whether the GPU driver is one of NVIDIA; in Windows's subsystem, its library exists."""
     is_windows = has_gpu_driver(root) and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
     return (root / "dev/nvidiactl").exists() or is_windows
-
-
-def is_holder(pid: int, root: Path = Path("/")) -> bool:
-    """Return whether the driver's process id `pid` means the process that has this id here.
-
-    The driver uses the process ids of the host, so in a container another process may have the id. There only a process
-    that has the device open on which CUDA maps memory (NVML opens it too) counts.
-    """
-    if _link(root / "proc/self/ns/pid") == _PROCESSES_OF_THE_HOST:
-        return True
-    try:
-        names = os.listdir(root / f"proc/{pid}/fd")
-    except OSError:  # there is none, or it is another user's
-        return False
-    opened = (_link(root / f"proc/{pid}/fd" / name) for name in names)
-    return any(path.startswith(("/dev/nvidia-uvm", "/dev/dxg")) for path in opened)
-
-
-def _link(path: Path) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from importlib.util import find_spec
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
@@ -19,35 +18,12 @@ from nbaccel.base.world import World
 __all__ = [
     "BlankTracker",
     "GeneralTracker",
-    "LoggerType",
     "on_main_process",
     "without_none",
 ]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-class LoggerType(StrEnum):
-    """Names for ``Accelerator(log_with=…)``; plain strings work as well.
-
-    Example:
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator(log_with=[LoggerType.CSV, "jsonl"], project_dir="runs")
-    """
-
-    ALL = "all"
-    AIM = "aim"
-    CLEARML = "clearml"
-    COMETML = "comet_ml"
-    CSV = "csv"
-    DVCLIVE = "dvclive"
-    JSONL = "jsonl"
-    MLFLOW = "mlflow"
-    SWANLAB = "swanlab"
-    TENSORBOARD = "tensorboard"
-    TRACKIO = "trackio"
-    WANDB = "wandb"
 
 
 class GeneralTracker(ABC):

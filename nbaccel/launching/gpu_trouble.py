@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.base.asking_cuda import ask_torch
-from nbaccel.base.gpu_driver import is_holder
+from nbaccel.base.gpu_holders import is_holder
 from nbaccel.base.hardware import ComputeMode, Gpu
 from nbaccel.base.quantities import in_gb
 

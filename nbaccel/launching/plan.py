@@ -1,8 +1,8 @@
 """LaunchPlan: the settings of a run, decided before it starts, and the line about them. Runs in the kernel.
 
 `LaunchPlan.of` gathers what every launch has to know: devices, start method and CPU threads, which `preflight` decides.
-For a cell `LaunchPlan.of_cell` decides also what its flags left open: precision, seed. `ScriptPlan` is the plan of
-`nbaccel launch`, whose ranks torch elastic starts. Nothing is touched or changed.
+For a cell `LaunchPlan.of_cell` decides also what its flags left open: precision, seed. That of `nbaccel launch`, whose
+ranks torch elastic starts, is in `script_plan`. Nothing is touched or changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from nbaccel.options.run_options import AUTO, RunOptions
 
 __all__ = [
     "LaunchPlan",
-    "ScriptPlan",
     "choose_precision",
     "devices_of",
     "draws_as_here",
@@ -309,35 +308,6 @@ class LaunchPlan:
         """Return the seed of the ranks in words; None if they go on with the notebook's random numbers."""
         seed = self.settings.seed
         return None if seed is None else f"seed {seed}" if self.options.seed is not None else f"new seed {seed}"
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptPlan:
-    """The plan of a script on one machine. A choice that is left open stays open: then the script makes it."""
-
-    devices: Devices
-    settings: RunSettings
-    threads: int
-
-    @classmethod
-    def of(cls, options: RunOptions, survey: Survey, threads: int | None = None) -> ScriptPlan:
-        """Decide the run of `options` on this machine.
-
-        Args:
-            threads: CPU threads of each rank, if they were chosen.
-
-        Raises:
-            LaunchRefused: The machine cannot do what was asked; the message says what is possible.
-
-        Example:
-            >>> str(ScriptPlan.of(RunOptions(num_processes=2, cpu=True), Survey(cpu_count=4)).devices)
-            '2 ranks on the CPU'
-        """
-        devices = devices_of(options, survey)
-        devices = replace(devices, gpus=devices.gpus[: devices.num_processes])  # all ranks see the same ones there
-        precision = None if options.mixed_precision is None else choose_precision(options.mixed_precision, devices)[0]
-        threads = threads or threads_per_rank(survey.cpu_count, devices.num_processes)
-        return cls(devices, settings_of(options, precision), threads)
 
 
 def devices_of(options: RunOptions, survey: Survey) -> Devices:

@@ -30,14 +30,15 @@ from nbaccel.namespace.tensor_devices import InFile
 from nbaccel.namespace.unpicklable import CannotJoin, describe_refusal, reason
 
 __all__ = [
-    "HostFile",
     "Payload",
+    "aligned",
     "pack",
     "pack_what_can_travel",
     "packages_in",
     "rows_in",
     "unpack",
     "unpack_what_can_be_rebuilt",
+    "write_all",
 ]
 
 _PAGE = mmap.PAGESIZE
@@ -266,7 +267,8 @@ def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, An
 def _write(values: dict[str, Any], make: _MakePacker) -> Payload:
     """Write the pickle first, then the blocks, then the table that finds them, then the place of the table.
 
-    If blocks are in a file already (`HostFile`), the rest is written behind them, and they are not copied.
+    If blocks are in a file already (`HostFile` of `free_kernel`), the rest is written behind them, and they are not
+    copied.
     """
     fd = os.memfd_create("nbaccel-payload", os.MFD_CLOEXEC)
     try:
@@ -286,13 +288,13 @@ def _write(values: dict[str, Any], make: _MakePacker) -> Payload:
                 if index in packer.in_file:
                     places.append((packer.in_file[index].offset, source.nbytes))
                     continue
-                offset = _aligned(end, source.nbytes)
-                _write_all(fd, source, offset)
+                offset = aligned(end, source.nbytes)
+                write_all(fd, source, offset)
                 end = offset + source.nbytes
             places.append((offset, end - offset))
         packer.forget()
         table = pickle.dumps((places, packer.buffers, _in_order_of_import(packer.packages), packer.rows, begin))
-        _write_all(fd, memoryview(table + _FOOTER.pack(_MAGIC, end)), end)
+        write_all(fd, memoryview(table + _FOOTER.pack(_MAGIC, end)), end)
         return Payload(fd, end + len(table) + _FOOTER.size, packer.lacks)
     except BaseException:
         os.close(fd)
@@ -304,49 +306,13 @@ def _moved_behind(host_file: InFile, fd: int, length: int) -> tuple[int, int]:
 
     What an earlier payload has written there is cut off: the ranks that had mapped it have ended.
     """
-    begin = _aligned(host_file.size, _PAGE)
+    begin = aligned(host_file.size, _PAGE)
     os.ftruncate(host_file.fd, host_file.size)
     with mmap.mmap(fd, length, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as content:
-        _write_all(host_file.fd, content, begin)
+        write_all(host_file.fd, content, begin)
     target = os.dup(host_file.fd)
     os.close(fd)
     return target, begin
-
-
-class HostFile:
-    """Memory of the host in a file without a name, for objects that ranks need and this process keeps.
-
-    A payload does not copy what is in it: ranks map the file, and so does this process, each copy-on-write. So what any
-    of them writes later is not in the file, and this process packs no such object that it has changed since.
-    """
-
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("nbaccel-host", os.MFD_CLOEXEC)
-        self._places: list[tuple[int, int]] = []
-        self._end = 0
-
-    def add(self, storage: Any) -> None:
-        """Write the bytes of a storage of the host."""
-        torch: Any = sys.modules["torch"]
-        with memoryview(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()) as source:
-            offset = _aligned(self._end, source.nbytes)
-            _write_all(self._fd, source, offset)
-            self._places.append((offset, source.nbytes))
-            self._end = offset + source.nbytes
-
-    def storages(self) -> list[tuple[Any, InFile]]:
-        """Return a storage of this process for each that was added, and its place in the file."""
-        torch: Any = sys.modules["torch"]
-        mapping = mmap.mmap(self._fd, self._end, access=mmap.ACCESS_COPY)
-        flat = [
-            torch.frombuffer(mapping, dtype=torch.uint8, offset=offset, count=nbytes) for offset, nbytes in self._places
-        ]
-        places = [InFile(self._fd, offset, self._end, os.getpid()) for offset, _ in self._places]
-        return [(each.untyped_storage(), place) for each, place in zip(flat, places, strict=True)]
-
-    def close(self) -> None:
-        """Close the file; what was mapped stays."""
-        os.close(self._fd)
 
 
 def _in_order_of_import(packages: Set[str]) -> list[str]:
@@ -371,12 +337,12 @@ def _telling_where(packer: Packer) -> Iterator[None]:
         raise KeyboardInterrupt(f"interrupted while {name} was packed for another process") from None
 
 
-def _aligned(offset: int, nbytes: int) -> int:
+def aligned(offset: int, nbytes: int) -> int:
     unit = _PAGE if nbytes >= _PAGE else _CACHE_LINE
     return -(-offset // unit) * unit
 
 
-def _write_all(fd: int, source: memoryview, offset: int) -> None:
+def write_all(fd: int, source: memoryview, offset: int) -> None:
     done = 0
     while done < source.nbytes:
         done += os.pwrite(fd, source[done:], offset + done)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import nbaccel.utils.tqdm  # noqa: F401 - imported later, the module would take the place of the function
 from nbaccel.base.missing_names import missing_from
-from nbaccel.base.tracking import LoggerType
 from nbaccel.errors import CollectiveMismatch as DistributedOperationException
 from nbaccel.features import shown_by
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
@@ -16,6 +15,7 @@ from nbaccel.train.checkpoint.model_weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed.process_control import DistributedType
 from nbaccel.train.distributed.rng import set_seed
+from nbaccel.train.named_trackers import LoggerType
 from nbaccel.train.oom.memory.free_memory import release_memory
 from nbaccel.train.prepare.models import TorchDynamoPlugin, extract_model_from_parallel, is_compiled_module
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.base.tracking import LoggerType
 from nbaccel.features import shown_by
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed.process_control import DistributedType
+from nbaccel.train.named_trackers import LoggerType
 from nbaccel.train.prepare.models import TorchDynamoPlugin
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (

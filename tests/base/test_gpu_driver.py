@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nbaccel.base.gpu_driver import cuda_environ, has_gpu_driver, has_nvidia_driver, is_holder
+from nbaccel.base.gpu_driver import cuda_environ, has_gpu_driver, has_nvidia_driver
+from nbaccel.base.gpu_holders import is_holder
 
 
 def test_a_driver_is_seen_by_its_device(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def main(channel_fd: int, kernel_pidfd: int, has_shell: bool) -> None:
         for module in _PRELOAD:
             importlib.import_module(module)
     if has_shell:
-        from nbaccel.launching.rank.jupyter import new_shell
+        from nbaccel.features.clean_start.new_shell import new_shell
 
         with contextlib.suppress(ImportError):
             new_shell()

@@ -19,8 +19,9 @@ from nbaccel.features.export.first_steps import compared
 from nbaccel.features.export.needed import Needed, needed_cells
 from nbaccel.features.export.ran_cell import RanCell, read_cells
 from nbaccel.features.export.script_text import MARK, ExportedScript
-from nbaccel.launching.plan import ScriptPlan, choose_precision
+from nbaccel.launching.plan import choose_precision
 from nbaccel.launching.run import Run
+from nbaccel.launching.script_plan import ScriptPlan
 from nbaccel.namespace.names import knows_ranks
 from nbaccel.notebook.session import Session
 from nbaccel.options.flags import flags_parser

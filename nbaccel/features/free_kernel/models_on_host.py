@@ -17,11 +17,11 @@ from typing import Any
 from nbaccel.base.hardware import usable_memory
 from nbaccel.base.quantised import is_quantised
 from nbaccel.base.quantities import in_gb
+from nbaccel.features.free_kernel.host_file import HostFile
 from nbaccel.launching.earlier_models import places_of
 from nbaccel.launching.kernel_holdings import Unmoved
 from nbaccel.launching.processes.interaction import uninterrupted
 from nbaccel.namespace.arrays import has_plain_memory
-from nbaccel.namespace.payload import HostFile
 from nbaccel.namespace.tensor_devices import InFile, away_from, storage_on
 from nbaccel.namespace.wrappers import plain
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nbaccel.base.events import Memory
-from nbaccel.base.gpu_driver import is_holder
+from nbaccel.base.gpu_holders import is_holder
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.base.quantities import amount
 from nbaccel.namespace.nbytes import sizes_of

@@ -39,7 +39,7 @@ from nbaccel.features.scripts.elastic import Elastic, Nodes, Program
 from nbaccel.features.scripts.slurm_step import SlurmStep
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import Devices
-from nbaccel.launching.plan import ScriptPlan
+from nbaccel.launching.script_plan import ScriptPlan
 from nbaccel.options.configuration import FILE_NAME, Configuration
 from nbaccel.options.flags import flags_parser, some_flags
 from nbaccel.options.given_flags import given_flags

@@ -16,11 +16,11 @@ from typing import Any
 
 from nbaccel.base.events import Opened, emit
 from nbaccel.base.settings import RunSettings
-from nbaccel.base.tracking import BlankTracker, GeneralTracker, LoggerType, without_none
+from nbaccel.base.tracking import BlankTracker, GeneralTracker, without_none
 from nbaccel.base.values import frozen
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.process_control import ProcessControl
-from nbaccel.train.named_trackers import find_tracker, tracker_names
+from nbaccel.train.named_trackers import LoggerType, find_tracker, tracker_names
 from nbaccel.train.step.readings import Reading, is_plain
 
 __all__ = ["LogWith", "Trackers", "TrackingPlan"]

@@ -27,7 +27,6 @@ __all__ = [
     "adopt_notebook",
     "flush_figures",
     "kernel_ports",
-    "new_shell",
     "reload_modules",
 ]
 
@@ -46,24 +45,6 @@ def kernel_ports() -> frozenset[int]:
     app = kernelapp.IPKernelApp.instance()
     names = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
     return frozenset(port for name in names if (port := getattr(app, name, 0)))
-
-
-def new_shell() -> None:
-    """Give a process of the zygote an IPython shell, as a fork would have inherited one. Called in the zygote."""
-    from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
-
-    class RankShell(InteractiveShell):
-        """A kernel's shell for a process without a kernel."""
-
-        def enable_gui(self, gui: str | None = None) -> None:
-            """Do nothing: there is no event loop to join; `%matplotlib inline` calls this all the same."""
-
-    if InteractiveShell.initialized():
-        return
-    config = Config()
-    config.HistoryManager.enabled = False  # sqlite and its thread do not survive a fork
-    RankShell.instance(config=config)
 
 
 def adopt_notebook(rank: int, publish: Publish, old_streams: tuple[Any, Any]) -> None:
