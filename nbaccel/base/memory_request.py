@@ -17,7 +17,7 @@ from nbaccel.base.failures import Recovery, asked_bytes, in_bytes, is_of_host, r
 from nbaccel.base.memory_limit import MemoryLimit, fullness, host_limit, unused_heap
 from nbaccel.base.values import frozen
 
-__all__ = ["WHAT_HELPS", "MemoryRequest", "describe_size", "total_and_free"]
+__all__ = ["WHAT_HELPS", "MemoryRequest", "total_and_free"]
 
 WHAT_HELPS = (
     "a smaller model, fp16 or bf16, an 8-bit optimizer, gradient checkpointing, parameters or states that are "
@@ -118,19 +118,6 @@ class MemoryRequest:
         )
         needed_bytes = self.needed_for_one(samples, larger, larger_samples) if are_comparable else 0
         return needed_bytes > self.limit_bytes + _NOISE * self.asked_bytes
-
-
-def describe_size(size: int) -> str:
-    """Format a number of bytes; gigabytes with two digits after the point, unlike `quantities.amount`.
-
-    Example:
-        >>> describe_size(64_000_000), describe_size(1_234_000_000), describe_size(3_400), describe_size(800)
-        ('64.0 MB', '1.23 GB', '3.4 kB', '800 bytes')
-    """
-    for unit, digits, name in ((1e9, 2, "GB"), (1e6, 1, "MB"), (1e3, 1, "kB")):
-        if size >= unit:
-            return f"{size / unit:.{digits}f} {name}"
-    return f"{size} bytes"
 
 
 def total_and_free(text: str) -> tuple[int, int] | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbaccel.base.events import Event, Listener
@@ -142,19 +141,6 @@ class RunView(Listener):
             self._conclude(seconds, ended)
         except Exception as trouble:
             self.write("stderr", f"this run could not be drawn ({type(trouble).__name__}: {trouble})\n")
-
-    @contextmanager
-    def until_its_end(self) -> Iterator[None]:
-        """Mark the block as the run, in this process."""
-        try:
-            yield
-        except BaseException as error:
-            word = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            if isinstance(error, SystemExit) and not error.code:
-                word = "done"
-            self.end(word, self.elapsed_s, error)
-            raise
-        self.end("done", self.elapsed_s)
 
     def _conclude(self, seconds: float, state: RunState) -> None:
         """Show the result that stays."""

@@ -47,7 +47,6 @@ _TABLE = {  # "module:object", below this package
     "a run in the background": "background.background_run:Background",
     "the place of a run in the background": "background.left_cell:place_in_the_cell",
     "ranks that stay": "persistent.persistent_session:PersistentSession",
-    "ranks that stay: processes": "persistent.persistent_workers:PersistentWorkers",
     "ranks that stay: commands": "persistent.stay_commands:run_command",
     # commands
     "%accelerate doctor": "reports.doctor:doctor_report",

@@ -25,7 +25,7 @@ from nbaccel.errors import LaunchRefused, ResultsMissing, RunStopped
 from nbaccel.features import feature
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.gpu_trouble import before_a_run
-from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
+from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline, until_its_end
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec
 from nbaccel.launching.kernel_holdings import Unmoved, movable
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
@@ -341,7 +341,7 @@ def launch_inline(
         if news:
             shown.write("stdout", f"{news}\n")
         try:
-            with shown.until_its_end(), ends_its_group(launcher):
+            with until_its_end(shown), ends_its_group(launcher):
                 try:
                     run_inline(spec, [shown])
                 except (Exception, KeyboardInterrupt) as failure:

@@ -31,6 +31,7 @@ from nbaccel.base.events import (
     outlet,
 )
 from nbaccel.base.task_end import finish_stopped_task, finish_task
+from nbaccel.display.run_view import RunView
 from nbaccel.errors import RunStopped
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.ipc.rank_part import watch_of_flags
@@ -51,6 +52,7 @@ __all__ = [
     "ends_its_group",
     "post_mortem_here",
     "run_inline",
+    "until_its_end",
 ]
 
 
@@ -385,3 +387,17 @@ class InlineStop:
                 continue
         if signal.getsignal(signal.SIGINT) == self._handle:  # else the present handler has not received the first one
             signal.pthread_kill(self._thread, signal.SIGINT)
+
+
+@contextmanager
+def until_its_end(view: RunView) -> Iterator[None]:
+    """Mark the block as the run that `view` shows, in this process."""
+    try:
+        yield
+    except BaseException as error:
+        word = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        if isinstance(error, SystemExit) and not error.code:
+            word = "done"
+        view.end(word, view.elapsed_s, error)
+        raise
+    view.end("done", view.elapsed_s)

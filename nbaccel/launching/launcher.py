@@ -1,6 +1,6 @@
 """Launcher: turns a task into a finished run. Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
 
-The notebook's cells and the functions of `launch.api` use it alike. `Launcher.start` starts persistent ranks. Where a
+The notebook's cells and the functions of `launch.api` use it alike. Where a
 fork turns out to fail, it changes the start method. `LauncherResources` are what outlives a single run: the reaper, the
 zygote, the folder of logs; one per process that launches. They are closed when the process ends; if it is killed, the
 reaper does what closing would have done.
@@ -39,7 +39,6 @@ from nbaccel.launching.attempts import KillsElsewhere, LaunchAttempt, OomKillWat
 from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.ipc import reaper
 from nbaccel.launching.ipc.spec import LaunchSpec, Start, load_named
-from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.libraries import what_meets_loaded_libraries
 from nbaccel.launching.processes.attached_debugger import undebugged, untrace
 from nbaccel.launching.processes.rank_results import RankResults
@@ -50,7 +49,6 @@ from nbaccel.launching.processes.workers import WorkerGroup
 from nbaccel.launching.run import Run, record_of
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.namespace.open_files import LOG_FOLDER
-from nbaccel.output.router import Screen
 
 if TYPE_CHECKING:
     from nbaccel.features.clean_start.zygote import Zygote
@@ -62,6 +60,7 @@ __all__ = [
     "Launcher",
     "LauncherResources",
     "default_launcher",
+    "instead_of_fork",
     "load_once",
     "refuse_nested_launch",
 ]
@@ -182,7 +181,7 @@ class Launcher:
                 try:
                     ended = yield from self._attempt(spec, watching, log, recorder)
                 except BadFork as found:
-                    spec = replace(spec, start=_instead_of_fork(spec.start, str(found)))
+                    spec = replace(spec, start=instead_of_fork(spec.start, str(found)))
                     ended = yield from self._attempt(spec, watching, log, recorder)
                 told = LaunchAttempt(spec, ended, recorder, host)
                 if failed is None:
@@ -205,58 +204,18 @@ class Launcher:
     def _attempt(
         self, spec: LaunchSpec, watching: RunObservers, log: BinaryIO, recorder: RunRecorder
     ) -> RunCoroutine[RankResults]:
-        with closing(self._worker_group(spec, watching)) as worker_group:
+        with closing(self.worker_group(spec, watching)) as worker_group:
             self._side_by_side.append(worker_group)
             try:
                 return (yield from watching.as_coroutine(worker_group, spec.task, spec.end, log, recorder))
             finally:
                 self._side_by_side.remove(worker_group)
 
-    def start(self, spec: LaunchSpec, screen: Screen) -> PersistentWorkers:
-        """Start persistent ranks, and run their setup and the task of `spec`, which has a home.
-
-        Raises:
-            NestedLaunch, CannotFork: Nothing was started.
-            The error of a rank that failed; KeyboardInterrupt: no rank is left.
-        """
-        refuse_nested_launch()
-        with self.turn():
-            load_once(spec.named_objects, spec.settings, spec.world_size)
-            try:
-                persistent = self._settle(spec, RunObservers(screen))
-            except BadFork as found:
-                persistent = self._settle(
-                    replace(spec, start=_instead_of_fork(spec.start, str(found))), RunObservers(screen)
-                )
+    def keep(self, persistent: PersistentWorkers) -> None:
+        """Keep the descriptors of ranks that stay from later forks, and end these ranks with this process."""
         self._persistent = [each for each in self._persistent if each.is_open] + [persistent]
-        return persistent
 
-    def _settle(self, spec: LaunchSpec, watching: RunObservers) -> PersistentWorkers:
-        home = spec.task.home
-        assert home is not None
-        staying_workers = feature("ranks that stay: processes")
-        host, worker_group = OomKillWatch(), self._worker_group(spec, watching)
-        try:
-            with (
-                open_log(self.resources.new_log()) as log,
-                closing(watching.watch(worker_group, spec.task, spec.end, log)) as ended,
-            ):
-                if ended.is_interrupted:
-                    raise ended.raised or KeyboardInterrupt
-                if ended.first_failed is not None:
-                    from nbaccel.launching.diagnosis import diagnose
-
-                    if (error := diagnose(ended, spec.start.method != "fork", host, cell_name)) is not None:
-                        raise error
-                staying: PersistentWorkers = staying_workers(
-                    spec, worker_group, home, ended, turn=self.turn, new_log=self.resources.new_log
-                )
-                return staying
-        except BaseException:
-            worker_group.close()
-            raise
-
-    def _worker_group(self, spec: LaunchSpec, watching: RunObservers) -> WorkerGroup:
+    def worker_group(self, spec: LaunchSpec, watching: RunObservers) -> WorkerGroup:
         """Return a `WorkerGroup` that is ready to start: all that its ranks need exists, and no rank has begun."""
         method = self._method(spec)
         method.get_ready()  # the user may interrupt this like any other wait
@@ -289,7 +248,12 @@ class Launcher:
             self.resources.close()
 
 
-def _instead_of_fork(start: Start, why: str) -> Start:
+def instead_of_fork(start: Start, why: str) -> Start:
+    """Return the start method of a run whose forks have turned out to fail.
+
+    Raises:
+        CannotFork: The user insisted on forks.
+    """
     if start.is_explicit:
         raise CannotFork(
             f'{why[0].upper()}{why[1:]}, so forked ranks could not train. start_method="fork" was asked for; '

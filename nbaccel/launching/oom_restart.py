@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from nbaccel.base.events import LoopEntered
 from nbaccel.base.failures import Failure
 from nbaccel.base.hardware import Gpu
-from nbaccel.base.memory_request import WHAT_HELPS, MemoryRequest, describe_size
+from nbaccel.base.memory_request import WHAT_HELPS, MemoryRequest
 from nbaccel.base.settings import SHRINK, STATES, WHOLE, RunSettings
 from nbaccel.launching.attempts import LaunchAttempt
 from nbaccel.launching.ipc.reports import ErrorLink, Place, signal_name
@@ -421,3 +421,16 @@ class PartsRestartPolicy:
     @staticmethod
     def _has_written(attempt: LaunchAttempt) -> bool:
         return bool(attempt.recorder.opened or attempt.ended.open_files or attempt.ended.has_written)
+
+
+def describe_size(size: int) -> str:
+    """Format a number of bytes; gigabytes with two digits after the point, unlike `quantities.amount`.
+
+    Example:
+        >>> describe_size(64_000_000), describe_size(1_234_000_000), describe_size(3_400), describe_size(800)
+        ('64.0 MB', '1.23 GB', '3.4 kB', '800 bytes')
+    """
+    for unit, digits, name in ((1e9, 2, "GB"), (1e6, 1, "MB"), (1e3, 1, "kB")):
+        if size >= unit:
+            return f"{size / unit:.{digits}f} {name}"
+    return f"{size} bytes"

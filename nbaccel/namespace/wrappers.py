@@ -32,7 +32,6 @@ __all__ = [
     "modules_in",
     "plain",
     "reduce_accelerate",
-    "take_off_forward",
     "users_class",
     "wraps",
 ]
@@ -74,16 +73,6 @@ def _is_parallel(kind: type) -> bool:
 
 def _is_compiled(kind: type) -> bool:
     return str(kind.__module__).startswith("torch._dynamo.")
-
-
-def take_off_forward(value: Any) -> None:
-    """Restore the `forward` of the classes of a model and its models, if training has put another before it."""
-    torch = sys.modules.get("torch")
-    if torch is None or not issubclass(type(value), torch.nn.Module):
-        return
-    for module in torch.nn.Module.modules(value):
-        if is_wrapper(vars(module).get("forward")):
-            del vars(module)["forward"]
 
 
 def is_wrapper(value: Any) -> bool:

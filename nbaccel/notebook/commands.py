@@ -25,6 +25,7 @@ from nbaccel.launching.plan import choose_precision, devices_of, refuse_a_crowd
 from nbaccel.notebook.session import LastRun, Session
 from nbaccel.options.parsing import SAVE
 from nbaccel.options.run_options import AUTO, RunOptions
+from nbaccel.output.screens import JupyterScreen
 
 if TYPE_CHECKING:
     from nbaccel.features.reports.form import Form
@@ -191,10 +192,25 @@ def _background_commands(session: Session) -> list[Command]:
         if session.has_ranks:
             session.stay.stop()
 
+    def last() -> None:
+        """Show panel and picture of the last run in the cell that runs now, and print how it ended."""
+        current, run = session.left_run, session.launcher.last_run
+        if current is not None and not current.is_over:
+            session.say(f"{current}: %accelerate attach shows it")
+        if run is None:
+            return session.say("this kernel has not run anything in ranks yet")
+        if session.views.drawn() is not None:
+            screen = JupyterScreen(session.shell)
+            if run.history.has_curves:
+                screen.publish({"kind": "display", "data": {"text/plain": run.text, "text/html": run.panel}})
+            data, metadata = run.shown()
+            screen.publish({"kind": "display", "data": data, "metadata": metadata})
+        session.say(f"{run.facts.title}: {run.in_a_line()}")
+
     return [
         bare("wait", lambda: session.background.wait()),
         bare("attach", attach),
-        bare("last", session.show_last),
+        bare("last", last),
         bare("stop", stop),
     ]
 

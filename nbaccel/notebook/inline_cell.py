@@ -6,6 +6,7 @@ the user's objects is taken off again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,11 @@ from typing import Any
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import RunStopped
 from nbaccel.launching.diagnosis import PostMortem
-from nbaccel.launching.inline import post_mortem_here, run_inline
+from nbaccel.launching.inline import post_mortem_here, run_inline, until_its_end
 from nbaccel.launching.ipc.spec import Results
 from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.cell_task import RESULT, CellTask
-from nbaccel.namespace.wrappers import plain, take_off_forward
+from nbaccel.namespace.wrappers import is_wrapper, plain
 from nbaccel.notebook.cell_plan import CellPlan
 from nbaccel.notebook.cell_run import DisplayData, raise_if_missing, with_reasons
 
@@ -44,7 +45,7 @@ def run_in_the_kernel(
     post_mortem: PostMortem | None = None
     stopped, value = "", None
     try:
-        with shown.until_its_end(), leaving(task):
+        with until_its_end(shown), leaving(task):
             try:
                 run_inline(cell.spec, [shown])
             except (Exception, KeyboardInterrupt) as failure:
@@ -82,7 +83,7 @@ def _as_written(task: CellTask) -> Iterator[None]:
         for name, value in list(namespace.items()):
             if before.get(name) is not value:
                 namespace[name] = plain(value)
-            take_off_forward(plain(value))
+            _take_off_forward(plain(value))
         if _ACCELERATOR not in before and _ACCELERATOR not in task.names_mentioned():
             namespace.pop(_ACCELERATOR, None)
 
@@ -108,3 +109,13 @@ def _value_of(results: Results) -> Any:
     if shown is None or RESULT in results.values:
         return results.values.get(RESULT)
     return DisplayData(shown["data"], shown["metadata"])
+
+
+def _take_off_forward(value: Any) -> None:
+    """Restore the `forward` of the classes of a model and its models, if training has put another before it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(type(value), torch.nn.Module):
+        return
+    for module in torch.nn.Module.modules(value):
+        if is_wrapper(vars(module).get("forward")):
+            del vars(module)["forward"]

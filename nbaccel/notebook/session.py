@@ -49,7 +49,7 @@ from nbaccel.options.configuration import Configuration
 from nbaccel.options.parsing import chosen, text_of
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
-from nbaccel.output.screens import ConsoleScreen, JupyterScreen
+from nbaccel.output.screens import ConsoleScreen
 
 if TYPE_CHECKING:
     from nbaccel.features.background.background_run import Background, BackgroundRun
@@ -358,21 +358,6 @@ class Session:
             self.say(notice)
 
     # --- after the run -----------------------------------------------------------------------------------------
-
-    def show_last(self) -> None:
-        """Show panel and picture of the last run in the cell that runs now, and print how it ended."""
-        current, run = self.left_run, self.launcher.last_run
-        if current is not None and not current.is_over:
-            self.say(f"{current}: %accelerate attach shows it")
-        if run is None:
-            return self.say("this kernel has not run anything in ranks yet")
-        if self.views.drawn() is not None:
-            screen = JupyterScreen(self.shell)
-            if run.history.has_curves:
-                screen.publish({"kind": "display", "data": {"text/plain": run.text, "text/html": run.panel}})
-            data, metadata = run.shown()
-            screen.publish({"kind": "display", "data": data, "metadata": metadata})
-        self.say(f"{run.facts.title}: {run.in_a_line()}")
 
     def conclude(self, run: CellRun) -> Any:
         """Conclude a run that is over: bring its values back, raise its error, and record how it went."""

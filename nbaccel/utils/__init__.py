@@ -19,7 +19,6 @@ from nbaccel.train.named_trackers import LoggerType
 from nbaccel.train.oom.memory.free_memory import release_memory
 from nbaccel.train.prepare.models import TorchDynamoPlugin, extract_model_from_parallel, is_compiled_module
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
-from nbaccel.train.step.environment import clear_environment, patch_environment
 from nbaccel.train.step.kwargs_handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -108,6 +107,8 @@ __getattr__ = missing_from(
     "nbaccel.train.prepare.contexts",
     inside=(
         "constants",
+        "dataclasses",
+        "environment",
         "imports",
         "memory",
         "operations",
@@ -158,6 +159,7 @@ with shown_by(__name__):
         send_to_device,
         slice_tensors,
     )
+    from nbaccel.features.accelerate_helpers.environment_blocks import clear_environment, patch_environment
     from nbaccel.features.accelerate_helpers.further_helpers import (
         PrecisionType,
         compare_versions,

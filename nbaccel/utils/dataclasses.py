@@ -22,10 +22,13 @@ from nbaccel.train.step.kwargs_handlers import (
 
 __all__ = [
     "AutocastKwargs",
+    "BaseEnum",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DynamoBackend",
+    "EnumWithContains",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -43,6 +46,7 @@ __all__ = [
 __getattr__ = missing_from(__name__, "nbaccel.utils")
 
 with shown_by(__name__):
+    from nbaccel.features.accelerate_helpers.enumerations import BaseEnum, DynamoBackend, EnumWithContains
     from nbaccel.features.accelerate_helpers.further_helpers import PrecisionType
     from nbaccel.features.accelerate_helpers.shared_generators import RNGType
 with shown_by(__name__):

@@ -23,9 +23,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from nbaccel.errors import FlagConflict
-from nbaccel.train.raw_loop.changes_by_flags import LoopChange, TrainedOptimizers, WatchedLoop
+from nbaccel.train.raw_loop.changes_by_flags import LoopChange, TrainedOptimizers, WatchedLoop, runs_in_trainer
 from nbaccel.train.raw_loop.graph import leaves_of, runs_backwards_inside
-from nbaccel.train.raw_loop.hooks import runs_in_trainer
 from nbaccel.train.raw_loop.trained_tensors import KEEP_TOGETHER, is_hook_of_ours, parameters_of
 from nbaccel.train.step.precision import to_fp32
 from nbaccel.train.step.raw_loop_hooks import hold_loop_state

@@ -23,6 +23,7 @@ from nbaccel.base.quantities import amount, listed
 from nbaccel.errors import FeatureMissing, LaunchRefused, ResultsMissing
 from nbaccel.features import feature
 from nbaccel.features.persistent.namespace_tasks import InitTask, Pull, Push
+from nbaccel.features.persistent.persistent_start import start_persistent
 from nbaccel.features.persistent.persistent_workers import PersistentWorkers
 from nbaccel.launching.diagnosis import list_of_ranks
 from nbaccel.launching.earlier_models import models_in
@@ -162,7 +163,7 @@ class PersistentSession:
         spec = plan.spec(task, self._setup).ending(stays=True)
         with suppress(FeatureMissing):  # loaded before it is needed: after a failure ranks import nothing
             feature("groups of ranks that stay")
-        self._persistent = self._launcher().start(spec, ConsoleScreen())
+        self._persistent = start_persistent(self._launcher(), spec, ConsoleScreen())
         self._plan, self._options = replace(plan, start=self._persistent.spec.start), options
         if plan.start.method != self._persistent.spec.start.method:
             self._say(

@@ -1,6 +1,6 @@
 """Ranks that stay from one task to the next, and their position in the sequence of collectives. Runs in the kernel.
 
-`Launcher.start` makes `PersistentWorkers`. Between two tasks they keep their memory and wait for an order of the
+`persistent_start` makes `PersistentWorkers`. Between two tasks they keep their memory and wait for an order of the
 kernel, which costs no time; they die with the kernel as all ranks do. Their positions (`CollectivePosition`) are
 compared after every task. If they are out of step, or one of them is gone, they run no further cell, but the names of
 living ranks can still be read.

@@ -15,7 +15,7 @@ from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.memory_request import MemoryRequest, total_and_free
 from nbaccel.base.values import frozen
 from nbaccel.features.memory.meters import Peak
-from nbaccel.train.oom.memory.release import forget_frames
+from nbaccel.train.oom.memory.failed_frames import forget_frames
 
 __all__ = [
     "Attempt",

@@ -40,9 +40,8 @@ from nbaccel.base.notices import is_users
 from nbaccel.base.world import World
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.rank_part import RankPart
-from nbaccel.launching.ipc.replacement import Replacement
 
-__all__ = ["OneFile", "is_private_file"]
+__all__ = ["OneFile", "Replacement", "is_private_file"]
 
 _LONGEST_WAIT_S = 60.0
 _LONGEST_DELAY_S = 2.0
@@ -462,6 +461,35 @@ class _Acting:
 
 
 _acting = _Acting()
+
+
+class Replacement:
+    """A function that takes another one's place in a module. Nothing is changed before `put`.
+
+    A rank that makes a function copies a page of the kernel's for each object that it uses for that. So it is made
+    once, before the first fork of all: a forked rank only puts it in place.
+
+    Args:
+        holders: The modules that have the function, under one name.
+        name: That name.
+        wraps: Returns the new function for the old one.
+    """
+
+    def __init__(
+        self, holders: Sequence[Any], name: str, wraps: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._holders = holders
+        self._name = name
+        self._wraps = wraps
+        self._old = getattr(holders[0], name)
+        self._new = wraps(self._old)
+
+    def put(self) -> None:
+        """Put the new function there; it is made anew where another one has taken the old one's place since."""
+        now = getattr(self._holders[0], self._name)
+        new = self._new if now is self._old else self._wraps(now)
+        for holder in self._holders:
+            setattr(holder, self._name, new)
 
 
 @functools.cache

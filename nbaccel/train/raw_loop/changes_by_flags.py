@@ -7,6 +7,7 @@ outermost first: accumulation, precision. They are loaded for runs with such fla
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nbaccel.train.raw_loop.loader_pass import Place
 from nbaccel.train.raw_loop.trained_tensors import parameters_of, surrounding_optimizers
 
-__all__ = ["LoopChange", "RefusedLoop", "TrainedOptimizers", "WatchedLoop"]
+__all__ = ["LoopChange", "RefusedLoop", "TrainedOptimizers", "WatchedLoop", "runs_in_trainer"]
 
 
 class WatchedLoop(Protocol):
@@ -248,3 +249,21 @@ class _WeaklyBound:
         """Return the optimizer's own method; by this mark nobody takes this one for the user's."""
         owner: Any = self._owner()
         return type(owner).step.__get__(owner)
+
+
+_TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+"""Modules whose loops report their own progress, and compute in a precision of their own."""
+
+
+_DEPTH = 12
+"""Frames between a trainer's step and a forward or backward, and some more."""
+
+
+def runs_in_trainer() -> bool:
+    """Return whether a library's trainer makes the present call."""
+    frame, depth = sys._getframe(2), 0
+    while frame is not None and depth < _DEPTH:
+        if str(frame.f_globals.get("__name__", "")).startswith(_TRAINERS):
+            return True
+        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+    return False

@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Hooks",
-    "runs_in_trainer",
 ]
-
-_TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-"""Modules whose loops report their own progress, and compute in a precision of their own."""
-
-_DEPTH = 12
-"""Frames between a trainer's step and a forward or backward, and some more."""
 
 
 class Hooks:
@@ -179,13 +172,3 @@ class _GivenHook:
     def remove(self) -> None:
         Optimizer.add_param_group = self._real  # type: ignore[method-assign]
         Optimizer.__setstate__ = self._real_state  # type: ignore[method-assign]
-
-
-def runs_in_trainer() -> bool:
-    """Return whether a library's trainer makes the present call."""
-    frame, depth = sys._getframe(2), 0
-    while frame is not None and depth < _DEPTH:
-        if str(frame.f_globals.get("__name__", "")).startswith(_TRAINERS):
-            return True
-        frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
-    return False

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from nbaccel.base.events import LoopEntered, LoopKind, Loss, TrainingMode, emit
 from nbaccel.train.checkpoint.serialization import pack, unpack
 from nbaccel.train.distributed.callers import lasting_place
+from nbaccel.train.raw_loop.changes_by_flags import LoopChange, runs_in_trainer
 from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
-from nbaccel.train.raw_loop.hooks import Hooks, runs_in_trainer
+from nbaccel.train.raw_loop.hooks import Hooks
 from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassBegin, PassGauges, Place, key_of
 from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
 from nbaccel.train.raw_loop.rank_streams import idle_gpu
@@ -32,9 +33,6 @@ from nbaccel.train.step.raw_loop_hooks import (
     when_beginning_anew,
     when_stepping_back,
 )
-
-if TYPE_CHECKING:
-    from nbaccel.train.raw_loop.changes_by_flags import LoopChange
 
 __all__ = ["SingleRankWatch"]
 

@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from enum import Enum, EnumMeta, StrEnum
+from enum import StrEnum
 from typing import Any, Literal, TypedDict
 
 from nbaccel.base.values import frozen
@@ -20,11 +20,8 @@ from nbaccel.train.step.environment import parse_choice_from_env, parse_flag_fro
 
 __all__ = [
     "AutocastKwargs",
-    "BaseEnum",
     "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
-    "DynamoBackend",
-    "EnumWithContains",
     "GradScalerKwargs",
     "Handlers",
     "InitProcessGroupKwargs",
@@ -314,46 +311,3 @@ def refuse_plugins_of_the_environment() -> None:
             f"ACCELERATE_TORCH_DEVICE={device} in the environment: each rank takes the device of its number here. "
             "Choose the GPUs that it sees with CUDA_VISIBLE_DEVICES, or the CPU with Accelerator(cpu=True)."
         )
-
-
-class EnumWithContains(EnumMeta):
-    """A metaclass of enumerations: ``value in Enumeration`` says whether any value is one of its own."""
-
-    def __contains__(cls, item: Any) -> bool:
-        try:
-            cls(item)
-        except ValueError:
-            return False
-        return True
-
-
-class BaseEnum(Enum, metaclass=EnumWithContains):
-    """An enumeration that prints as its value and lists its values."""
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    @classmethod
-    def list(cls) -> list[Any]:
-        return [member.value for member in cls]
-
-
-class DynamoBackend(StrEnum):
-    """Backends of ``torch.compile`` in Accelerate's spelling; `Accelerator(dynamo_backend=…)` takes torch's too."""
-
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    TVM = "TVM"
-    HPU_BACKEND = "HPU_BACKEND"
-    NEURON = "NEURON"

@@ -17,6 +17,7 @@ from nbaccel.features.panel import display_slot as place, live_panel
 from nbaccel.features.panel.display_slot import DisplaySlot
 from nbaccel.features.panel.live_panel import LivePanel
 from nbaccel.features.panel.notebook_views import UnattendedText
+from nbaccel.launching.inline import until_its_end
 
 FACTS = RunFacts("Cell In[5]")
 
@@ -198,7 +199,7 @@ def test_a_run_in_this_process_says_how_it_ended_and_lets_its_error_through(
     shown = LivePanel(paper, 1, FACTS, clock=clock)
 
     def run() -> None:
-        with shown.until_its_end():
+        with until_its_end(shown):
             report(shown, clock, 5.0)
             if error is not None:
                 raise error

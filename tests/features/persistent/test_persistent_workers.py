@@ -18,7 +18,7 @@ from nbaccel import Accelerator
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import CannotSend, RankDied
 from nbaccel.features.persistent.namespace_tasks import InitTask, Pull, Push
-from nbaccel.features.persistent.persistent_workers import PersistentWorkers
+from nbaccel.features.persistent.persistent_start import start_persistent
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.reaper import session_members
 from nbaccel.launching.ipc.shared_namespace import SharedNamespace
@@ -52,7 +52,7 @@ class Ranks:
             setup=setup,
             end=RunEnd(stays=True),
         )
-        self.persistent: PersistentWorkers = launcher.start(spec, ConsoleScreen())
+        self.persistent = start_persistent(launcher, spec, ConsoleScreen())
         self.error: BaseException | None = None
         self.ended: RankResults | None = None
 

@@ -85,6 +85,8 @@ CELLS = {
     "nothing": ("", "pass"),
     "an unmodified loop": ("", RAW),
     "an unmodified loop in one rank": ("-n 1", RAW),
+    "an unmodified loop that flags change": ("-a 2 -p bf16", RAW),
+    "an unmodified loop of each rank, changed by a flag": ("--independent -a 2", RAW),
     "a prepared training": ("", PREPARED),
     "what is saved, logged, loaded and freed": ("", PREPARED + SAVES),
     "batches of a stream": ("", PREPARED.replace(PREPARE, STREAM + PREPARE).replace("(x,)", "x")),

@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, TracebackType
 from typing import Any
 
-__all__ = ["backends", "empty_caches", "forget_all_frames", "forget_frames", "mps", "release_unused", "used_by"]
+__all__ = ["backends", "empty_caches", "forget", "forget_all_frames", "mps", "release_unused", "used_by"]
 
 
 def release_unused(only_young: bool = False) -> None:
@@ -99,44 +99,17 @@ def _trim_heap() -> None:
 _CAN_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-# An exception holds the tensors of its frames: https://github.com/pytorch/pytorch/issues/27600, and IPython
-# keeps the last one: https://github.com/ipython/ipython/pull/11572.
-def forget_frames(error: BaseException) -> None:
-    """Empty the frames of `error` and of all exceptions that it came from, except those that are still running.
-
-    An exception holds its traceback, the traceback holds the frames, and the frames hold what a failed step had made.
-    In a notebook a failure is held long after it was shown: by `sys.last_value`, by IPython's last result, by its
-    traceback printer, by a variable. Not covered: what an exception carries itself (its arguments), and the bodies of
-    classes and of ``exec`` with a separate dict.
-
-    Call it where the exception is caught, before trying again: the locals of the failed attempt are freed at once,
-    without a garbage collection.
-
-    Example:
-        >>> def fail():
-        ...     large = [0] * 1000
-        ...     raise MemoryError
-        >>> try:
-        ...     fail()
-        ... except MemoryError as error:
-        ...     failed = error
-        >>> forget_frames(failed)
-        >>> failed.__traceback__.tb_next.tb_frame.f_locals
-        {}
-    """
-    _forget(trace for link in _chain(error) for trace in _traces(link.__traceback__))
-
-
 def forget_all_frames() -> None:
     """Empty the frames of every exception that is held in this process, except those that are still running.
 
     They may be held anywhere: in a variable of Python's or IPython's, a future, a log record. The garbage
     collector knows all tracebacks; a list of such places would miss some. Takes tens of milliseconds.
     """
-    _forget(thing for thing in gc.get_objects() if type(thing) is TracebackType)
+    forget(thing for thing in gc.get_objects() if type(thing) is TracebackType)
 
 
-def _forget(traces: Iterable[TracebackType]) -> None:
+def forget(traces: Iterable[TracebackType]) -> None:
+    """Empty the frames of some tracebacks, except those that are still running."""
     frames = {id(trace.tb_frame): trace.tb_frame for trace in traces}
     if any(frame.f_code.co_flags & _CAN_BE_SUSPENDED for frame in frames.values()):
         for key in _suspended():
@@ -209,24 +182,3 @@ def _suspended() -> Iterator[int]:
             frame = thing.ag_frame
         if frame is not None:
             yield id(frame)
-
-
-def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error`, its causes, errors handled when it was raised, and the members of groups; each once."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        link = waiting.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        yield link
-        waiting += [link.__cause__, link.__context__]
-        if isinstance(link, BaseExceptionGroup):
-            waiting += link.exceptions

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from nbaccel.train.oom.memory.release import forget_all_frames, forget_frames
+from nbaccel.train.oom.memory.failed_frames import forget_frames
+from nbaccel.train.oom.memory.release import forget_all_frames
 
 
 class Large:

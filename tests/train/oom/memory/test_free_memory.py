@@ -13,9 +13,10 @@ import torch
 import nbaccel
 from nbaccel import Accelerator
 from nbaccel.testing import Faults, MemLimit, run_ranks
+from nbaccel.train.oom.memory.failed_frames import forget_frames
 from nbaccel.train.oom.memory.free_memory import Freed, bytes_in_use, free, free_memory, release_memory
 from nbaccel.train.oom.memory.holdings import Holding
-from nbaccel.train.oom.memory.release import empty_caches, forget_frames
+from nbaccel.train.oom.memory.release import empty_caches
 
 
 @pytest.fixture

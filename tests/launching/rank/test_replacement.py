@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from nbaccel.launching.ipc.replacement import Replacement
+from nbaccel.launching.libraries.one_file import Replacement
 
 
 def _twice(function: Callable[[], int]) -> Callable[[], int]:
