@@ -51,6 +51,7 @@ READS_ENVIRONMENT = {
     "features/other_libraries/tracked_runs.py": "the variables by which wandb's user chooses a mode and a group",
     "train/distributed/process_group.py": "the variable by which torch's watchdog leaves errors to the program",
     "train/step/environment.py": "functions by which programs read theirs",
+    "features/accelerate_helpers/environment_blocks.py": "functions by which programs set and read theirs",
     "features/export/exported_cell.py": "puts the variables of ranks aside while the cells above run",
     "features/scripts/accelerate_config.py": "where Accelerate keeps its configuration file",
     "features/trackers/clearml.py": "the variables by which ClearML's user names a project and a task",

@@ -9,7 +9,14 @@ __all__ = ["BaseEnum", "DynamoBackend", "EnumWithContains"]
 
 
 class EnumWithContains(EnumMeta):
-    """A metaclass of enumerations: ``value in Enumeration`` says whether any value is one of its own."""
+    """A metaclass of enumerations: ``value in Enumeration`` says whether any value is one of its own.
+
+    Example:
+        >>> class Colour(Enum, metaclass=EnumWithContains):
+        ...     RED = "red"
+        >>> "red" in Colour, "blue" in Colour
+        (True, False)
+    """
 
     def __contains__(cls, item: Any) -> bool:
         try:
@@ -20,18 +27,32 @@ class EnumWithContains(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=EnumWithContains):
-    """An enumeration that prints as its value and lists its values."""
+    """An enumeration that prints as its value and lists its values.
+
+    Example:
+        >>> class Colour(BaseEnum):
+        ...     RED = "red"
+        >>> print(Colour.RED), Colour.list()
+        red
+        (None, ['red'])
+    """
 
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[Any]:
+        """Return the values."""
         return [member.value for member in cls]
 
 
 class DynamoBackend(StrEnum):
-    """Backends of ``torch.compile`` in Accelerate's spelling; `Accelerator(dynamo_backend=…)` takes torch's too."""
+    """Backends of ``torch.compile`` in Accelerate's spelling; `Accelerator(dynamo_backend=…)` takes torch's too.
+
+    Example:
+        >>> DynamoBackend("INDUCTOR") == "INDUCTOR"
+        True
+    """
 
     NO = "NO"
     EAGER = "EAGER"

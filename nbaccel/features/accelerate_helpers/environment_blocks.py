@@ -56,7 +56,20 @@ def clear_environment() -> Iterator[None]:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the number in the first of these variables that is set and not negative, else `default`."""
+    """Return the number in the first of these variables that is set and not negative, else `default`.
+
+    Args:
+        env_keys: Names of variables, the first to be read first.
+        default: The number where none of them has one.
+
+    Returns:
+        That number.
+
+    Example:
+        >>> with patch_environment(second=3):
+        ...     get_int_from_env(["FIRST", "SECOND"], 1)
+        3
+    """
     numbers = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in numbers if number >= 0), default)
 
@@ -66,6 +79,17 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
 
     Args:
         func_or_cls: A function; or a class, whose tests and those of its later subclasses are decorated.
+
+    Returns:
+        A function around the one that was given; the same class.
+
+    Example:
+        >>> @purge_accelerate_environment
+        ... def test_a_variable():
+        ...     os.environ["ACCELERATE_MINE"] = "1"
+        >>> test_a_variable()
+        >>> "ACCELERATE_MINE" in os.environ
+        False
     """
     if isinstance(func_or_cls, type):
         cls: Any = func_or_cls

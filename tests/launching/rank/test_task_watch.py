@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from fakes import first_task
 from nbaccel import launch
 from nbaccel.errors import NotPrepared
-from nbaccel.launching.ipc.shared_namespace import SharedNamespace
-from nbaccel.launching.ipc.spec import Devices, LaunchSpec, RunEnd, Start, TaskWatch
-from nbaccel.launching.launcher import Launcher, default_launcher
-from nbaccel.launching.processes.supervisor import RunObservers
-from nbaccel.launching.tasks.cell_code import CellSource
-from nbaccel.launching.tasks.cell_task import CellTask
-from nbaccel.output.screens import ConsoleScreen
+from nbaccel.launching.ipc.spec import TaskWatch
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -129,32 +122,3 @@ def test_a_task_that_fails_is_stopped() -> None:
     with pytest.raises(ValueError, match="on purpose"):
         launch(fails, 2, cpu=True, setup=SETUP)
     assert Path("stopped").exists()
-
-
-@pytest.fixture
-def cells() -> Iterator[Callable[..., Any]]:
-    """Runs cells in two ranks that stay; returns what their watch was told."""
-    launcher: Launcher = default_launcher()
-    home = SharedNamespace({"__name__": "__main__"})
-    spec = LaunchSpec(first_task(home), Devices(2), Start("fork", "a test"), setup=SETUP, end=RunEnd(stays=True))
-    persistent = launcher.start(spec, ConsoleScreen())
-
-    def run(code: str, without: Sequence[int] = ()) -> Any:
-        task = CellTask(CellSource(code, "Cell In[1]"), home.namespace, ("told",), home=home)
-        _, ended = persistent.run(task, RunObservers(ConsoleScreen()), title="Cell In[1]", excluded_ranks=without)
-        try:
-            return ended.values().get("told")
-        finally:
-            ended.close()
-
-    yield run
-    persistent.close(RunObservers(ConsoleScreen()))
-
-
-def test_ranks_that_stay_are_watched_in_every_task_of_all(cells: Callable[..., Any]) -> None:
-    first = ["begin", "end"]  # of the start itself
-    assert cells("1") == [*first, "begin", "end"]
-    cells("1 / 0")
-    assert cells("told = list(told)") == [*first, "begin", "end", "begin", "stop", "begin"]
-    told = cells("1", without=[1])
-    assert told == [*first, "begin", "end", "begin", "stop", "begin"], "nothing is told of a part of the ranks"
