@@ -342,6 +342,7 @@ class LossHistory:
         self._of_whole: dict[float, tuple[int, list[float], list[bool], list[int]]] = {}
         self._fixed: set[tuple[float, int]] = set()  # terms that have the same shapes in parts as with a whole batch
         self._varying: set[tuple[float, int]] = set()  # terms that were seen to have more, or fewer, numbers than that
+        self._apart: set[tuple[float, int]] = set()  # terms that were seen to depend on no batch
         self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were examined, by their shape
         self._kinds: dict[float, frozenset[str]] = {}  # of the operations below these losses, that were examined
         self._watched: set[tuple[float, int]] = set()  # losses that were watched, or are about to be, by their tops
@@ -353,7 +354,7 @@ class LossHistory:
     def learn(self, known: dict[str, Any]) -> None:
         """Add what another process has known; what is known already stays as it is."""
         for name, table in self._tables():
-            found = known[name] | table
+            found = known.get(name, type(table)()) | table
             table.clear()
             table.update(found)
 
@@ -366,7 +367,7 @@ class LossHistory:
     @property
     def state(self) -> tuple[int, ...]:
         """Numbers that differ once a term may be taken for another kind, see `References.state`."""
-        return (*map(len, (self._of_whole, self._fixed, self._varying)), *self.references.state)
+        return (*map(len, (self._of_whole, self._fixed, self._varying, self._apart)), *self.references.state)
 
     def obstacle(
         self,
@@ -450,31 +451,36 @@ class LossHistory:
         return False
 
     def without_batch(
-        self,
-        shape: float,
-        terms: Sequence[Term],
-        counts: list[list[float]],
-        givers: Sequence[int],
-        handed: GivenBatches,
+        self, header: Header, terms: Sequence[Term], givers: Sequence[int], handed: GivenBatches
     ) -> list[bool]:
         """Return for each term whether it is the same in all ranks.
 
         It is the same if it is of parameters alone, or made of tensors of the same shapes as with a whole batch, such
-        as a sum over fixed points.
+        as a sum over fixed points. So is one of as many numbers that was seen to depend on no batch.
         """
+        shape, counts = header.says[givers[0]].shape, header.counts
         here = [term.is_of_parameters for term in terms]
+        if header.all_equal("terms", givers) and header.all_equal("shape", givers):
+            bits = [int(header.says[rank].apart) for rank in givers]
+            self._apart.update((shape, at) for at in range(len(terms)) if all(each >> at & 1 for each in bits))
         if not handed.is_part:
             if shape not in self._of_whole:
                 below = [shapes_below(term.node) if term.elements else 0 for term in terms]
                 self._of_whole[shape] = handed.rows, counts[givers[0]], here, below
             return here
         rows, whole, pure, shapes = self._of_whole.get(shape, (0, [], here, []))
-        if not rows or rows in handed.sizes or any(len(counts[rank]) != len(whole) for rank in givers):
+        if any(len(counts[rank]) != len(pure) for rank in givers):
             return pure
+        if not rows or rows in handed.sizes:
+            self._varying.update(
+                (shape, at) for at in range(len(pure)) if len({counts[rank][at] for rank in givers}) > 1
+            )
+            return [pure[at] or (shape, at) in self._apart - self._varying for at in range(len(pure))]
         for at, term in enumerate(terms):
             is_same = all(counts[rank][at] == whole[at] for rank in givers) and whole[at] not in _SINGLE
             if (shape, at) not in self._varying | self._fixed:
-                is_fixed = is_same and (not term.elements or shapes_below(term.node) == shapes[at])
+                is_apart = not term.elements or (shape, at) in self._apart
+                is_fixed = is_same and (is_apart or shapes_below(term.node) == shapes[at])
                 (self._fixed if is_fixed else self._varying).add((shape, at))
             elif not is_same:
                 self._varying.add((shape, at))

@@ -235,7 +235,7 @@ class Averaging:
         self._deferred.before_backward(self._passes.handed, not accumulates)
         meetings = self.meetings
         try:
-            run = self._meet(roots, leaves, new, extras, is_graph_made, kinds)
+            run = self._meet(roots, leaves, new, extras, is_graph_made, kinds, of_python)
             if not accumulates:
                 return self._grad(run, real, outputs, args, kwargs)
             self._accumulate(run, roots, real, outputs, args, kwargs)
@@ -311,6 +311,7 @@ class Averaging:
         extras: bool,
         is_graph_kept: bool,
         kinds: Sequence[type],
+        of_python: Sequence[Any],
     ) -> Agreement:
         """Agree with all ranks on what is summed, and on its weights.
 
@@ -332,7 +333,9 @@ class Averaging:
         named = [] if len(roots) != 1 or not handed.is_part else users_scalars(readings[0], VALUES - 1)
         shown = [root for root in roots[:1] if root.numel() == 1] + [value for value, _ in named]
         self._outside = self._watch.outside(roots)
-        told, mine = self._exchange_headers(leaves, new, extras, terms, shape, shown, bool(obstacle))
+        # What Python functions compute, as by kernels of their own, may be of the batch, too.
+        apart = [] if of_python else self._watch.are_apart(roots, terms[:MOST_ZEROS])
+        told, mine = self._exchange_headers(leaves, new, extras, terms, apart, shape, shown, bool(obstacle))
         causes = None if obstacle else told.decisive()
         if causes is not None:
             causes = *causes, handed.sizes, tuple(mine), tuple(term.is_of_parameters for term in terms)
@@ -372,7 +375,7 @@ class Averaging:
             raise self._cannot_measure("samples that are not of the batch are joined with it, the same in each part")
         if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
             self._notices.note_lengths()
-        pure = self._losses.without_batch(header.says[self._world.rank].shape, terms, header.counts, givers, handed)
+        pure = self._losses.without_batch(header, terms, givers, handed)
         try:
             weights = factors(header, givers, pure, self._losses.references)
         except LeastCount:
@@ -392,6 +395,7 @@ class Averaging:
         new: list[Tensor],
         extras: bool,
         terms: Sequence[Term],
+        apart: Sequence[bool],
         shape: int,
         shown: Sequence[Tensor],
         has_obstacle: bool,
@@ -401,6 +405,7 @@ class Averaging:
         New leaves of any rank are registered in all ranks, which then exchange their numbers again.
 
         Args:
+            apart: Of each term, whether it was seen to depend on no batch.
             shown: Losses whose values the ranks exchange.
 
         Raises:
@@ -435,6 +440,7 @@ class Averaging:
                 whole=handed.whole,
                 obstacle=has_obstacle,
                 zeros=zeros,
+                apart=sum(is_apart << at for at, is_apart in enumerate(apart)),
                 gives=gives,
                 least=self._watch.least,
                 at=self._steps.count,
@@ -503,8 +509,14 @@ class Averaging:
         if not any(header.says[rank].part for rank in here):
             self._apart.update(found)
         elif found := [key for key in found if key not in self._apart]:
-            said = ", ".join(f"rank {rank}: {as_text(each[found[0]])}" for rank, each in zip(here, told, strict=True))
+            values = [each[found[0]] for each in told]
+            said = ", ".join(f"rank {rank}: {as_text(value)}" for rank, value in zip(here, values, strict=True))
             name, line = self._outside.name(found[0])
+            if len({value.shape for value in values}) > 1:
+                raise self._is_of_own_batches(
+                    f"the loss uses rows of a tensor, {name}, as many as the batch has samples, and it was split: each "
+                    f"rank has taken the first of them ({line})"
+                )
             raise self._is_of_own_batches(
                 f"the loss uses {name}, which the loop makes of its batches, and these were split: each rank has made "
                 f"another one ({said}; {line})"

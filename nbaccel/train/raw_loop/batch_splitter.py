@@ -162,7 +162,7 @@ class BatchSplitter:
             order_seed: See `Streams`.
         """
         self._streams.begin(order_seed)
-        self._watch.end()
+        self._watch.forget()
         self._watches_next = False  # even a part
         self._mode, self._keeps_whole = (SPLIT if mode == WHOLE else mode), mode == WHOLE
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
@@ -569,7 +569,7 @@ class BatchSplitter:
             is_marked = True
         if is_marked or is_due:
             self._watches_next = self._watches_next and not is_marked
-            self._watch.begin(batch, label.rows, is_marked, None if is_new else like)
+            self._watch.begin(batch, label.rows, is_marked, None if is_new else like, label.turn.share != 1.0)
         elif self._loss and not self._loss & (self._loss + 1):
             self._watch.remember(batch, anew=begins)
         elif is_open and this.taken >= REMEMBERED and not label.is_apart:
@@ -581,7 +581,8 @@ class BatchSplitter:
 
     def _may_be_watched(self, this: SharedPass, label: Label) -> bool:
         may_train = this.may_split and self._training.is_training()
-        return may_train and self._mode == SPLIT and label.rows > 1 and this.key not in self._whole
+        is_of_use = label.rows > self._watch.is_on  # a single sample shows little, and nothing beside a larger batch
+        return may_train and self._mode == SPLIT and is_of_use and this.key not in self._whole
 
     def _pass_of(self, iterator: Any) -> SharedPass:
         this: SharedPass | None = iterator.__dict__.get(SHARED_PASS)

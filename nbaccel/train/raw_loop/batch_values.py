@@ -9,6 +9,10 @@ fewer. So is a sample beside another one, as in ``x - x.flip(0)``: each tensor h
 in the batch, and tensors that meet have the same ones. An order that torch has drawn is noise. Graphs themselves are
 read by `terms` and `sample_independence`, and a count that divides a loss by `gradient_weights`.
 
+A tensor that has rows of the batch and rows of others, as of a memory, is `JOINED`: each part of the batch would have
+all the others. It is known which rows are whose, so a loss may be of one kind of them alone. A term of a loss that
+depends on a memory, or on points, and on no batch is the same with each part.
+
 A number that leaves torch, as by ``.item()``, is followed by its value, where it comes back as a number or in a small
 new tensor. NumPy and Python are not followed: once they have numbers of several samples, a new tensor of the batch's
 length is `MADE`, maybe of several samples for each. One that has the same numbers as what has left is of the batch.
@@ -34,14 +38,15 @@ from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.oom.microbatch.slicing import is_array
 from nbaccel.train.raw_loop.node_kinds import names
 from nbaccel.train.raw_loop.outside_values import OutsideUses, OutsideValues, SeenMemory, tensors_in
+from nbaccel.train.raw_loop.terms import Term
 
 __all__ = ["BatchWatch"]
 
-BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED, MADE, SOME = 1, 2, 4, 8, 16, 32, 64, 128
+BATCH, ONE, MIXED, COUNT, HIDDEN, PICKED, MADE, SOME, JOINED = 1, 2, 4, 8, 16, 32, 64, 128, 256
 """Marks of a tensor: it depends on the batch; on single samples only; it was reduced over samples; it is a sum of
 samples that has no graph, such as a count; it depends on the number of a `MIXED` one; on samples picked by place; on
 what was made outside of torch, after numbers of several samples had left it; its first dimension are some samples,
-which a mask has picked."""
+which a mask has picked; on samples together with others that are not of the batch."""
 
 _REDUCING = names(
     "sum nansum mean prod amax amin max min aminmax median nanmedian mode kthvalue std var std_mean var_mean norm "
@@ -54,6 +59,7 @@ _SUMS = names("sum nansum count_nonzero")
 _KEEP_COUNTS = names("clamp clamp_ clamp_min clamp_min_ maximum mul mul_ add add_ _to_copy clone")
 _LEAST = names("clamp clamp_ clamp_min clamp_min_ maximum")
 _JOINING = names("cat stack")
+_WRITING = names("index_copy index_copy_ index_put index_put_ _index_put_impl_ scatter scatter_ slice_scatter")
 _PICKING = names("index index_select gather take _unsafe_index embedding")
 _ORDERING = names("flip roll sort index _unsafe_index index_select gather")
 _DRAWING = names("randperm rand randn randint")
@@ -68,6 +74,7 @@ _MOST_NEW = 4096
 _MOST_SIZES = 16
 _LONGEST_LINE = 60
 _FRAMES = 6
+_FEWEST = 2
 
 
 class BatchWatch:
@@ -90,6 +97,7 @@ class BatchWatch:
         self._trace: _Trace | None = None
         self._before: list[SeenMemory] = []
         self._by_mistake: dict[Hashable, bool] = {}
+        self._ratios: dict[Hashable, float] = {}  # of others to samples, by the lines that have joined them
 
     @property
     def is_on(self) -> bool:
@@ -99,7 +107,7 @@ class BatchWatch:
     @property
     def is_strict(self) -> bool:
         """True while what is found counts in any case, see `begin`."""
-        return self._trace is not None and self._trace.marks and self._trace.like is None
+        return self._trace is not None and self._trace.marks and self._trace.like is None and self._trace.has_several
 
     def is_known(self, like: Hashable) -> bool:
         """Return whether a part like this one was examined, or as many others were as are kept."""
@@ -123,7 +131,7 @@ class BatchWatch:
         """True while a batch is watched."""
         return self._trace is not None
 
-    def begin(self, batch: Any, rows: int, marks: bool = True, like: Hashable = None) -> None:
+    def begin(self, batch: Any, rows: int, marks: bool = True, like: Hashable = None, has_turns: bool = False) -> None:
         """Watch what is computed of `batch`, which has `rows` samples, and of those that are watched already.
 
         Args:
@@ -131,6 +139,7 @@ class BatchWatch:
             like: Names the parts of batches like this one, whose loss was examined as a whole batch and had none. Of
                 them the first shows what is found by mistake, as where a part equals another length by chance: if
                 anything is, then no part like it is looked at.
+            has_turns: The batch comes in several parts, one after the other.
         """
         if self._trace is not None and self._trace.only_counts:
             self.end()
@@ -141,8 +150,14 @@ class BatchWatch:
         if marks and (like is None or not has_marks):
             self._trace.like = like
         self._trace.marks = self._trace.marks or marks
+        self._trace.has_turns |= has_turns
         self._trace.add(batch, rows)
         self.remember(batch)
+
+    def forget(self) -> None:
+        """Watch no longer, and forget what another task has joined."""
+        self.end()
+        self._ratios.clear()
 
     def count(self) -> None:
         """Watch nothing but counts, if one of the loop's may have a least value."""
@@ -151,7 +166,7 @@ class BatchWatch:
 
     def _open(self, marks: bool, only_counts: bool = False) -> bool:
         if self._trace is None and self._watches and _may_watch():
-            self._trace = _Trace(marks, OutsideUses(self._is_trained), only_counts)
+            self._trace = _Trace(marks, OutsideUses(self._is_trained), only_counts, self._ratios)
             self._trace.outside.add_memory(self._before)
             _tell_what_leaves(True)
             self._trace.__enter__()  # type: ignore[no-untyped-call]
@@ -160,6 +175,7 @@ class BatchWatch:
     def add(self, batch: Any) -> None:
         """Note that another batch was handed out; it is none of what comes from outside."""
         if self._trace is not None:
+            self._trace.has_unmarked = True
             self._trace.outside.add(batch)
 
     def remember(self, batch: Any, anew: bool = True) -> None:
@@ -212,11 +228,21 @@ class BatchWatch:
             self._trace.is_at_work = True
             self._trace.__enter__()  # type: ignore[no-untyped-call]
 
+    def are_apart(self, roots: Sequence[Tensor], terms: Sequence[Term]) -> list[bool]:
+        """Return for each term of the losses `roots` whether it was seen to depend on no batch.
+
+        It depends on a memory, on points that were drawn, or on a grid, and is the same with each part of a batch.
+        """
+        trace = self._trace if self.is_on else None
+        return [] if trace is None else trace.are_apart(roots, terms)
+
     def obstacle(self, roots: Sequence[Tensor]) -> str:
         """Return which value of the whole batch enters one of the losses `roots`; "" where none is known."""
         trace = self._trace if self.is_on else None
         if trace is None:
             return ""
+        if found := next((text for root in roots if (text := trace.joined_in(root))), ""):
+            return found
         found = next((text for root in roots if (text := trace.obstacle_in(root))), "")
         return found if trace.like is None or not self._by_mistake.setdefault(trace.like, bool(found)) else ""
 
@@ -277,6 +303,7 @@ class _Mark(NamedTuple):
         line: The line of the program that made it `MIXED`.
         extent: How many of its numbers are the batch's, or an operation's result.
         samples: Where its samples are, if they are all there.
+        joined: Which of its rows are samples of the batch, where others are beside them.
         order: Their places in the batch, or an object of its own for places that are not known; () if they stand as
             they were given.
     """
@@ -287,6 +314,7 @@ class _Mark(NamedTuple):
     extent: int
     samples: _Samples | None = None
     order: Hashable = ()
+    joined: _Joined | None = None
 
 
 class _Samples(NamedTuple):
@@ -296,9 +324,10 @@ class _Samples(NamedTuple):
     apart: int
     rows: int
 
-    def touched_by(self, view: Tensor) -> int:
-        """Return how many of the samples a view of this memory has numbers of."""
-        inside, rows = (view.storage_offset() - self.start) % self.apart, {0}
+    def touched_by(self, view: Tensor) -> set[int]:
+        """Return the samples of which a view of this memory has numbers."""
+        first, inside = divmod(int(view.storage_offset()) - self.start, self.apart)
+        rows = {first % self.rows}
         for length, step in zip(view.shape, view.stride(), strict=True):
             if step % self.apart:
                 inside += (length - 1) * step
@@ -306,7 +335,29 @@ class _Samples(NamedTuple):
                 places = range(min(length, self.rows))
                 rows = {(row + place * (step // self.apart)) % self.rows for row in rows for place in places}
         further = range(min(inside // self.apart + 1, self.rows))
-        return len({(row + more) % self.rows for row in rows for more in further})
+        return {(row + more) % self.rows for row in rows for more in further}
+
+
+class _Joined(NamedTuple):
+    """The rows of a tensor that has samples of the batch beside others: where they are, and which are samples."""
+
+    rows: _Samples
+    own: frozenset[int]
+
+    def dim_of(self, view: Tensor) -> int | None:
+        """Return the dimension of `view` that has these rows, all of them, or as many for each; None if none does."""
+        rows = self.rows
+        for at, (length, step) in enumerate(zip(view.shape, view.stride(), strict=True)):
+            if step and length * step == rows.rows * rows.apart and not rows.apart % step:
+                return at
+        return None
+
+    def of(self, result: Tensor, dim: int) -> _Joined | None:
+        """Return the same for what was computed of each row; None where `dim` does not have them any more."""
+        if dim >= result.ndim or not result.shape[dim] or result.shape[dim] % self.rows.rows:
+            return None
+        each = result.shape[dim] // self.rows.rows
+        return _Joined(_Samples(int(result.storage_offset()), result.stride(dim) * each, self.rows.rows), self.own)
 
 
 class _Trace(TorchDispatchMode):
@@ -314,9 +365,14 @@ class _Trace(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, marks: bool, outside: OutsideUses, only_counts: bool = False) -> None:
+    def __init__(self, marks: bool, outside: OutsideUses, only_counts: bool, ratios: dict[Hashable, float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.marks, self.only_counts = marks, only_counts
+        self.has_unmarked = False  # batches whose tensors have no marks
+        self.has_turns = False  # the batch comes in several parts, maybe all of one size
+        self.is_lost = False  # an operation could not be followed
+        self._ratios = ratios
+        self._apart: dict[Any, bool] = {}  # nodes whose values depend on no batch, and whether they were drawn
         self.like: Hashable = None
         self.counts: set[float] = set()  # what may be counts, of those that leave torch or are given a least value
         self.outside = outside
@@ -336,17 +392,59 @@ class _Trace(TorchDispatchMode):
 
     def add(self, batch: Any, rows: int) -> None:
         self._rows.add(rows)
+        if len(self._rows) > 1:
+            self._rows.discard(1)
         self.outside.add(batch)
         for each in tree_leaves(batch):
             if isinstance(each, Tensor):
                 if self._axis(each.shape) is not None:
                     self._mark(each, BATCH, "")
+                else:
+                    self.has_unmarked = True
             elif is_array(each) and getattr(each.dtype, "kind", "") in _NUMBERS:
                 self._taken.append(each)
+            elif not isinstance(each, str | bytes | int | float | None):
+                self.has_unmarked = True
+
+    @property
+    def has_several(self) -> bool:
+        """True unless a batch is a single sample, which shows nothing of others."""
+        return min(self._rows, default=0) >= _FEWEST
+
+    def are_apart(self, roots: Sequence[Tensor], terms: Sequence[Term]) -> list[bool]:
+        """Return for each term whether it depends on no batch; False where that is not sure.
+
+        Of numbers that were drawn there may be some for each sample: where a batch comes in turns, their count tells.
+        """
+        self._note_apart(roots)
+        if self.is_lost or self.has_unmarked or self._taken or self._ones:
+            return []
+        found = []
+        for term in terms:
+            is_drawn = self._apart.get(term.node)
+            numbers = term.elements or term.count
+            is_counted = isinstance(numbers, int | float) and bool(numbers % min(self._rows))
+            found.append(is_drawn is not None and (not is_drawn or not self.has_turns or is_counted))
+        return found
+
+    def _note_apart(self, inputs: Sequence[Tensor]) -> None:
+        """Note the nodes of single numbers that depend on no batch."""
+        for each in inputs:
+            if each.numel() == 1 and each.grad_fn is not None and not self._read(each)[0]:
+                is_of_memory, is_drawn = self.outside.is_of_memory(each)
+                if is_of_memory or is_drawn or self.outside.is_of_a_grid(each):
+                    self._apart[each.grad_fn] = is_drawn
+
+    def joined_in(self, tensor: Tensor) -> str:
+        """Return where others were joined with the samples that `tensor` depends on; "" if none were."""
+        bits, line = self._read(tensor)
+        return f"samples that are not of the batch are joined with it ({line})" if bits & JOINED else ""
 
     def obstacle_in(self, tensor: Tensor) -> str:
         """Return the value of the batch that `tensor` depends on, with its line; "" if it depends on none."""
         bits, line = self._read(tensor)
+        if not self.has_several:
+            return ""
         if bits & HIDDEN:
             return f"its loss uses a number of the whole batch ({line or 'a statistic'})"
         if bits & MADE:
@@ -371,14 +469,23 @@ class _Trace(TorchDispatchMode):
                 for each in tree_leaves(result):
                     self._drawn[_key(each)] = SeenMemory(each.untyped_storage())
             if self.marks:
-                self._follow(func, args, kwargs or {}, result)
+                self.is_lost = not self._follows(func, args, kwargs or {}, result) or self.is_lost
         return result
+
+    def _follows(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Follow an operation, and return whether that was possible."""
+        try:
+            self._follow(func, args, kwargs, result)
+        except Exception:  # it is the program's even so
+            return False
+        return True
 
     # -- one operation
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         marked = [(each, *found) for each in inputs if (found := self._read(each))[0]]
+        self._note_apart(inputs)
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
             self._note_left(marked, result)
@@ -401,7 +508,9 @@ class _Trace(TorchDispatchMode):
         orders = self._orders(func, args, kwargs, inputs, results)
         bits |= PICKED if len(orders) > 1 else 0
         order = orders.pop() if orders else ()
-        if bits & (MIXED | PICKED | MADE) and not line:
+        joined, is_beside = self._joined(name, args, along, marked, results)
+        bits |= JOINED if is_beside or joined is not None else 0
+        if bits & (MIXED | PICKED | MADE | JOINED) and not line:
             line = _users_line()
         for at, (tensor, its, _) in enumerate(marked):
             bits |= its & (HIDDEN | MADE)
@@ -409,7 +518,8 @@ class _Trace(TorchDispatchMode):
             if is_number_used and not _divides_a_loss(name, args, marked, at):
                 bits |= HIDDEN
         for at, each in enumerate(results):
-            self._mark(each, bits, line, object() if at and order and name == "sort" else order)  # where they were
+            its_order = object() if at and order and name == "sort" else order  # where they were
+            self._mark(each, bits, line, its_order, None if joined is None else joined[at])
 
     def _own_bits(
         self, func: Any, name: str, args: Any, kwargs: Any, marked: Sequence[tuple[Tensor, int, str]], results: Any
@@ -481,6 +591,128 @@ class _Trace(TorchDispatchMode):
         at = next((at for at, length in enumerate(tensor.shape) if length in self._rows), len(shape))
         is_known = self._marks[_key(tensor)].samples is not None and any(each is tensor for each in args[:2])
         return is_known and at < len(shape) and shape[at] not in self._rows
+
+    # -- samples beside others
+
+    def _joined(
+        self,
+        name: str,
+        args: Any,
+        along: int,
+        marked: Sequence[tuple[Tensor, int, str]],
+        results: Sequence[Tensor],
+    ) -> tuple[list[_Joined | None] | None, bool]:
+        """Return which rows of each result are samples, where others are beside them, and whether they are at all."""
+        if any(its & JOINED for _, its, _ in marked):
+            return self._still_joined(name, marked, results), True
+        if name in _JOINING:
+            found = self._joined_by(name, args[0], along % results[0].ndim, results[0])
+        elif name == "constant_pad_nd":
+            found = self._padded(args[0], args[1], results[0])
+        elif name == "copy_":
+            found = self._written_to(args[0], args[1])
+        elif name in _WRITING:
+            return None, self._is_written_to(args, [tensor for tensor, its, _ in marked if its & BATCH])
+        else:
+            return None, False
+        return (None if found is None else [found]), found is not None
+
+    def _still_joined(
+        self, name: str, marked: Sequence[tuple[Tensor, int, str]], results: Sequence[Tensor]
+    ) -> list[_Joined | None] | None:
+        """Return which rows of the results of an operation are samples, if it has computed each row by itself."""
+        found: list[tuple[_Joined, int]] = []
+        for tensor, its, _ in marked:
+            joined = self._marks[_key(tensor)].joined if its & JOINED else None
+            dim = None if joined is None else joined.dim_of(tensor)
+            if its & JOINED and (joined is None or dim is None):
+                return None
+            if joined is not None and dim is not None:
+                found.append((joined, dim))
+        (first, at), *others = found
+        if any((each.own, each.rows.rows, dim) != (first.own, first.rows.rows, at) for each, dim in others):
+            return None
+        is_moved = name in _JOINING | _ORDERING | _PICKING
+        return None if is_moved else [first.of(each, at) for each in results]
+
+    def _joined_by(self, name: str, tensors: Sequence[Tensor], along: int, result: Tensor) -> _Joined | None:
+        """Return which rows are samples where tensors are joined; None where all are, or none is."""
+        lengths = [1 if name == "stack" else each.shape[along] for each in tensors]
+        kinds = [self._is_own(name, each, along) for each in tensors]
+        own = [length for length, is_own in zip(lengths, kinds, strict=True) if is_own]
+        if not own or None in kinds:
+            return None
+        are_others = [
+            is_own is False and self._are_others(each, along, length, own[0], at)
+            for at, (each, length, is_own) in enumerate(zip(tensors, lengths, kinds, strict=True))
+        ]
+        if not any(are_others):
+            return None
+        whose = [is_other for length, is_other in zip(lengths, are_others, strict=True) for _ in range(length)]
+        rows = _Samples(int(result.storage_offset()), result.stride(along), len(whose))
+        return _Joined(rows, frozenset(at for at, is_other in enumerate(whose) if not is_other))
+
+    def _is_own(self, name: str, tensor: Tensor, along: int) -> bool | None:
+        """Return whether a tensor's rows along a dimension are samples; None if they are of samples, and none."""
+        bits = self._read(tensor)[0]
+        if not bits:
+            return False
+        if name == "stack":
+            return True if bits & ONE or self._is_one(tensor) else None
+        if bits & (MIXED | ONE) or self._axis(tensor.shape) != along:
+            return None
+        is_certain = tensor.shape[along] in self._rows and sum(length in self._rows for length in tensor.shape) == 1
+        is_sample = tensor.shape[along] in self._rows or self.has_several
+        return True if is_sample and (self.like is None or is_certain) else None
+
+    def _are_others(self, tensor: Tensor, along: int, length: int, own: int, at: int) -> bool:
+        """Return whether rows that are not of the batch are as many with each part of it, or the same ones.
+
+        Otherwise there is one for each sample, as noise and labels are.
+        """
+        is_of_memory, is_drawn = self.outside.is_of_memory(tensor)
+        if not self._is_of_samples(length):
+            return is_of_memory or not self.has_unmarked
+        ratio = length / own
+        if self._ratios.setdefault((*_users_places()[:2], at), ratio) != ratio:
+            return True
+        if is_drawn or not is_of_memory:
+            return self.has_turns and length != own and (is_of_memory or not self.has_unmarked)
+        rows = tensor.detach()
+        return bool((rows != (rows if rows.ndim <= along else rows.narrow(along, 0, 1))).any())
+
+    def _padded(self, tensor: Tensor, pads: Sequence[int], result: Tensor) -> _Joined | None:
+        """Return which rows are samples after others of one value were added to them."""
+        at = self._axis(tensor.shape)
+        if at is None or not self._is_own("cat", tensor, at) or tensor.shape[at] >= result.shape[at]:
+            return None
+        before = pads[2 * (tensor.ndim - 1 - at)]
+        rows = _Samples(int(result.storage_offset()), result.stride(at), result.shape[at])
+        return _Joined(rows, frozenset(range(before, before + tensor.shape[at])))
+
+    def _written_to(self, view: Tensor, source: Tensor) -> _Joined | None:
+        """Return which rows of a larger tensor are samples, where a view of it was overwritten with samples."""
+        base, at = view._base, self._axis(view.shape)
+        if base is None or at is None or not self._is_own("cat", source, self._axis(source.shape) or 0):
+            return None
+        known = self._marks.get(_key(base))
+        if known is not None and not known.storage.has_gone() and known.joined is None:
+            return None
+        dim = next((dim for dim, step in enumerate(base.stride()) if step == view.stride(at)), None)
+        if dim is None or base.shape[dim] <= view.shape[at]:
+            return None
+        rows = _Samples(int(base.storage_offset()), base.stride(dim), base.shape[dim])
+        before = known.joined.own if known is not None and known.joined is not None else frozenset()
+        return _Joined(rows, before | rows.touched_by(view))
+
+    def _is_written_to(self, args: Any, marked: Sequence[Tensor]) -> bool:
+        """Return whether samples are written into a tensor that has more rows than there are."""
+        into, source = args[0], next((each for each in reversed(args) if isinstance(each, Tensor)), None)
+        if source is None or source is into or not any(each is source for each in marked) or self._read(into)[0]:
+            return False
+        at = self._axis(source.shape)
+        is_own = at is not None and self._is_own("cat", source, at)
+        return bool(is_own) and at is not None and at < into.ndim and into.shape[at] != source.shape[at]
 
     def _orders(
         self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]
@@ -631,17 +863,24 @@ class _Trace(TorchDispatchMode):
             return 0, ""
         samples, has_fewer = found.samples, 0 < tensor.numel() < found.extent
         # Of a tensor with a graph, `sample_independence` finds it: recurrent cells take fewer samples on purpose.
-        if samples is not None and has_fewer and not tensor.requires_grad and samples.touched_by(tensor) < samples.rows:
-            return found.bits | PICKED, found.line
+        if found.joined is not None:
+            rows = found.joined.rows.touched_by(tensor)
+            if not rows & found.joined.own:
+                return 0, ""
+            return (found.bits & ~JOINED if rows == found.joined.own else found.bits), found.line
+        if samples is not None and has_fewer and not tensor.requires_grad:
+            return found.bits | (PICKED if len(samples.touched_by(tensor)) < samples.rows else 0), found.line
         return found.bits, found.line
 
-    def _mark(self, tensor: Tensor, bits: int, line: str, order: Hashable = ()) -> None:
-        old, known = self._read(tensor)
+    def _mark(self, tensor: Tensor, bits: int, line: str, order: Hashable = (), joined: _Joined | None = None) -> None:
         storage = tensor.untyped_storage()
+        before = self._marks.get(storage._cdata)
         extent, samples = tensor.numel(), self._samples_of(tensor) if bits & ~(COUNT | SOME) == BATCH else None
-        if old:
-            extent, samples = max(extent, self._marks[storage._cdata].extent), self._marks[storage._cdata].samples
-        self._marks[storage._cdata] = _Mark(SeenMemory(storage), bits | old, known or line, extent, samples, order)
+        if before is not None and not before.storage.has_gone():
+            bits, line = bits | self._read(tensor)[0] | before.bits & JOINED, before.line or line
+            extent, samples = max(extent, before.extent), before.samples
+            joined = before.joined if joined is None else joined
+        self._marks[storage._cdata] = _Mark(SeenMemory(storage), bits, line, extent, samples, order, joined)
 
     def _samples_of(self, tensor: Tensor) -> _Samples | None:
         """Return where the samples of a new tensor are; None if no dimension has their number."""
@@ -675,9 +914,14 @@ def _divides_a_loss(name: str, args: Any, marked: Sequence[tuple[Tensor, int, st
     return args[1] is tensor and args[0].requires_grad and args[0].numel() == 1
 
 
+def _users_places() -> list[tuple[str, int]]:
+    """Return the lines that compute something now."""
+    return [(frame.f_code.co_filename, frame.f_lineno) for frame in users_frames(_FRAMES)]
+
+
 def _users_line() -> str:
     """Return the source of the line that computes something now: of the notebook, or else of the innermost library."""
-    frames = [(frame.f_code.co_filename, frame.f_lineno) for frame in users_frames(_FRAMES)]
+    frames = _users_places()
     own = [place for place in frames if is_users(place[0])] or frames
     line = linecache.getline(*own[0]).strip() if own else ""
     return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."

@@ -391,6 +391,7 @@ class Say:
         whole: The number of samples of the whole batch of which it has a part.
         obstacle: Not 0 if the loss is no sum over samples.
         zeros: A bit for each term of the loss that is multiplied by zero.
+        apart: A bit for each term that was seen to depend on no batch.
         gives: 1 if its gradient counts.
         least: 1 if the loop may divide by the larger one of a count and 1, and the count may be none here; 2 if one is.
         at: The number of its step.
@@ -416,6 +417,7 @@ class Say:
     whole: float = 0
     obstacle: float = 0
     zeros: float = 0
+    apart: float = 0
     gives: float = 1
     least: float = 0
     values: float = 0

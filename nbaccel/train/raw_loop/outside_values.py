@@ -31,8 +31,11 @@ from nbaccel.train.raw_loop.trained_tensors import sums_of
 
 __all__ = ["OutsideUses", "OutsideValue", "OutsideValues", "SeenMemory", "as_text", "of_parts", "tensors_in"]
 
-_RANDOM = 1
-"""The bit of what was drawn meanwhile; the others are of outside values, in their order."""
+_RANDOM, _GRID, _EARLIER = 1, 2, 4
+"""The bits of what was drawn meanwhile, of a row of numbers, and of an earlier batch; the others are of outside values,
+in their order."""
+
+_GRIDS = names("linspace logspace arange")
 
 _OVERWRITTEN = names("copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ set_")
 _FRESH = "lift_fresh"
@@ -58,6 +61,7 @@ class OutsideValue(NamedTuple):
         number: The value, or the norm of a tensor.
         may_be_size: It may be the number of samples, and rightly differ: a factor of the loss, or a tensor that the
             program made before it had counts or numbers of several samples.
+        is_by_place: It is some rows of a larger tensor, and they are not all alike.
     """
 
     times: int
@@ -67,6 +71,7 @@ class OutsideValue(NamedTuple):
     digest: int
     number: float
     may_be_size: bool = True
+    is_by_place: bool = False
 
 
 class SeenMemory(StorageWeakRef):
@@ -128,11 +133,11 @@ class OutsideUses:
     def add_memory(self, storages: Sequence[SeenMemory]) -> None:
         """Note the memory of a batch that was handed out before, and may be computed with only now."""
         for each in storages:
-            self._bits[each.cdata] = each, 0
+            self._bits[each.cdata] = each, _EARLIER
 
     def before(self, func: Any, name: str, args: Any, kwargs: Any) -> int:
         """Return what the results of an operation depend on; called before it, which may write into its inputs."""
-        bits = _RANDOM if torch.Tag.nondeterministic_seeded in func.tags else 0
+        bits = _RANDOM if torch.Tag.nondeterministic_seeded in func.tags else _GRID if name in _GRIDS else 0
         if func.is_view and name != _FRESH:  # nothing is read yet
             return 0
         arguments, first = func._schema.arguments, args[0] if args else None
@@ -189,6 +194,18 @@ class OutsideUses:
             {} if self._is_blind else {key: seen for key, seen in self._seen.items() if seen.bit & bits}
         )
 
+    def is_of_memory(self, tensor: Tensor) -> tuple[bool, bool]:
+        """Return whether a tensor depends on one from outside, or is trained, and whether it was drawn."""
+        bits = self._known(tensor) or 0
+        has_tensor = any(
+            seen.bit & bits and isinstance(seen.value, Tensor) and not seen.is_fresh for seen in self._seen.values()
+        )
+        is_trained = tensor.requires_grad and tensor.is_leaf
+        return has_tensor or is_trained or bool(bits & _EARLIER), bool(bits & _RANDOM)
+
+    def is_of_a_grid(self, tensor: Tensor) -> bool:
+        return bool((self._known(tensor) or 0) & _GRID)
+
     # -- inputs
 
     def _of(self, argument: Any, name: str, at: int | str) -> int:
@@ -230,7 +247,7 @@ class OutsideUses:
         key = f"{place}:{name}:{at}"
         seen = self._seen.get(key)
         if seen is None:
-            seen = self._seen[key] = _Seen(2 << len(self._seen), value, line)
+            seen = self._seen[key] = _Seen(_EARLIER << 1 + len(self._seen), value, line)
         seen.value, seen.is_fresh, seen.may_be_size = value, is_fresh, may_be_size
         seen.digests.append(found)
         return seen.bit
@@ -282,7 +299,8 @@ def of_parts(
     """Return which outside values of the ranks differ, and are not of the samples of this part of a batch.
 
     What belongs to samples has their number in its shape, or is there as often, or is a count of them. Where all ranks
-    have equally many samples, neither tells it; the first parts are of different sizes.
+    have equally many samples, neither tells it; the first parts are of different sizes. Rows of a larger tensor, as
+    ``kept[: len(x)]``, are of no sample: each rank has taken the same ones.
 
     Args:
         told: By rank.
@@ -298,7 +316,13 @@ def of_parts(
         first = values[0]
         are_uneven = len({value.times for value in values}) > 1
         is_once_each = not any(row and value.times % row for value, row in zip(values, rows, strict=True))
-        if (are_uneven and (is_once_each or first.is_fresh)) or len({value.shape for value in values}) > 1:
+        if len({value.shape for value in values}) > 1:
+            if any(value.is_by_place for value in values) and [value.shape[:1] for value in values] == [
+                (row,) for row in rows
+            ]:
+                found.append(key)
+            continue
+        if are_uneven and (is_once_each or first.is_fresh):
             continue
         if len(set(rows)) > 1:
             fixed.add(key)
@@ -352,8 +376,22 @@ def _told(seen: _Seen) -> OutsideValue:
             value, is_whole = float(numbers.norm()), seen.is_fresh and bool((numbers == numbers.round()).all())
         else:
             value = 0.0
-    digests = digest(repr(seen.digests))
-    return OutsideValue(len(seen.digests), shape, seen.is_fresh, is_whole, digests, float(value), seen.may_be_size)
+    digests, is_by_place = digest(repr(seen.digests)), not seen.is_fresh and _is_by_place(seen.value)
+    return OutsideValue(
+        len(seen.digests), shape, seen.is_fresh, is_whole, digests, float(value), seen.may_be_size, is_by_place
+    )
+
+
+def _is_by_place(value: Any) -> bool:
+    """Return whether a value is rows of a larger tensor that are not all alike, as a mask or labels of one class are.
+
+    Whole numbers may be places of samples in their part.
+    """
+    if not isinstance(value, Tensor) or not value.ndim or not value.is_floating_point():
+        return False
+    if value.layout is not torch.strided or value.numel() * value.element_size() >= value.untyped_storage().nbytes():
+        return False
+    return bool((value.detach() != value.detach()[:1]).any())
 
 
 def _digest_of(tensor: Tensor, most: int) -> int:

@@ -2372,12 +2372,12 @@ def with_a_memory(reduction: str, width: int = 1) -> Values:
     return ends(model), printed
 
 
-@loop(may_refuse=True)
+@loop(is_split=False)
 def a_mean_with_a_memory() -> Values:
     return with_a_memory("mean")
 
 
-@loop(may_refuse=True)
+@loop(is_split=False)
 def a_sum_with_a_memory() -> Values:
     return with_a_memory("sum", 2)
 
@@ -2555,3 +2555,151 @@ def product_along_the_batch_with_targets() -> Values:
         (x.T @ model(x)).square().mean().backward()
         optimizer.step()
     return ends(model), []
+
+
+# Beside a memory: samples that the program has kept, the same with each part of a batch -------------------------------
+
+
+def beside_a_memory(loss_of: Callable[..., Tensor], batch_size: int = 8) -> Values:
+    """Args: loss_of: Called with the model, the batch, the memory, and the number of the step."""
+    model, kept = net(), points(16, seed=7).tensors
+    optimizer, printed = sgd(model, 0.01), []
+    for step, (x, y) in enumerate(DataLoader(points(48), batch_size=batch_size)):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y, *kept, step)
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed
+
+
+@loop()
+def a_memory_that_is_cut_off_again() -> Values:
+    return beside_a_memory(
+        lambda model, x, y, kept, its, step: F.mse_loss(model(torch.cat([kept[:8], x]))[-len(x) :], y)
+    )
+
+
+@loop()
+def means_of_samples_and_of_a_memory() -> Values:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, kept: Tensor, its: Tensor, step: int) -> Tensor:
+        out = model(torch.cat([x, kept[:8]]))
+        each = F.mse_loss(out, torch.cat([y, its[:8]]), reduction="none")
+        return each[: len(x)].mean() + 0.5 * each[len(x) :].mean()
+
+    return beside_a_memory(loss_of)
+
+
+@loop(shows_parts=True)
+def sums_of_samples_and_of_a_memory() -> Values:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, kept: Tensor, its: Tensor, step: int) -> Tensor:
+        of_samples, of_memory = model(torch.cat([x, kept[:8]])).split([len(x), 8])
+        total = F.mse_loss(of_samples, y, reduction="sum")
+        return total + F.mse_loss(of_memory, its[:8], reduction="sum")
+
+    return beside_a_memory(loss_of, 16)
+
+
+@loop()
+def a_mean_and_a_sum_over_a_memory_by_itself() -> Values:
+    return beside_a_memory(
+        lambda model, x, y, kept, its, step: F.mse_loss(model(x), y) + (model(kept[:8]) - its[:8]).square().sum(), 16
+    )
+
+
+@loop()
+def a_mean_and_a_sum_over_a_grid() -> Values:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, *others: Any) -> Tensor:
+        grid = torch.linspace(-1, 1, 20).reshape(4, 5)
+        return F.mse_loss(model(x), y) + 0.1 * model(grid).square().sum()
+
+    return beside_a_memory(loss_of)
+
+
+@loop(is_split=False)
+def a_memory_of_as_many_samples_as_the_batch() -> Values:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, kept: Tensor, its: Tensor, step: int) -> Tensor:
+        return F.mse_loss(model(torch.cat([x, kept[: len(x)]])), torch.cat([y, its[: len(x)]]))
+
+    return beside_a_memory(loss_of)
+
+
+@loop(may_refuse=True)
+def rows_of_a_memory_by_themselves() -> Values:
+    """Whole batches have 16 of them, and each part has the first ones."""
+    return beside_a_memory(
+        lambda model, x, y, kept, its, step: F.mse_loss(model(x), y) + F.mse_loss(model(kept[: len(x)]), its[: len(x)]),
+        16,
+    )
+
+
+@loop(may_refuse=True)
+def a_memory_from_the_second_step_on() -> Values:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, kept: Tensor, its: Tensor, step: int) -> Tensor:
+        kept, its = kept[: 8 * (step > 0)], its[: 8 * (step > 0)]
+        return F.mse_loss(model(torch.cat([x, kept])), torch.cat([y, its]))
+
+    return beside_a_memory(loss_of)
+
+
+@loop(may_refuse=True)
+def the_batch_before_beside_each() -> Values:
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, *others: Any) -> Tensor:
+        xs, ys = (torch.cat([one, other]) for one, other in zip((x, y), seen.pop(), strict=True)) if seen else (x, y)
+        seen.append((x, y))
+        return F.mse_loss(model(xs), ys)
+
+    return beside_a_memory(loss_of)
+
+
+@loop(is_split=False)
+def samples_written_into_a_memory() -> Values:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, kept: Tensor, its: Tensor, step: int) -> Tensor:
+        xs, ys = kept.clone(), its.clone()
+        xs[: len(x)], ys[: len(x)] = x, y
+        return F.mse_loss(model(xs), ys)
+
+    return beside_a_memory(loss_of)
+
+
+@loop(is_split=False)
+def samples_copied_into_a_queue() -> Values:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, kept: Tensor, its: Tensor, step: int) -> Tensor:
+        places = torch.arange(len(x))
+        return F.mse_loss(model(kept.index_copy(0, places, x)), its.index_copy(0, places, y))
+
+    return beside_a_memory(loss_of)
+
+
+@loop(is_split=False)
+def batches_padded_to_a_number_of_samples() -> Values:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, *others: Any) -> Tensor:
+        xs, ys = F.pad(x, (0, 0, 0, 12 - len(x))), torch.cat([y, torch.zeros(12 - len(y), 1)])
+        return F.mse_loss(model(xs), ys)
+
+    return beside_a_memory(loss_of)
+
+
+class WithPrototypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes, self.layers = nn.Parameter(torch.ones(3, 5)), net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(torch.cat([x, self.prototypes]))
+        return out
+
+
+@loop(is_split=False)
+def prototypes_joined_with_samples() -> Values:
+    model = WithPrototypes()
+    optimizer, printed = sgd(model, 0.01), []
+    for x, _ in DataLoader(points(48), batch_size=8):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        printed.append(loss.item())
+    return ends(model), printed

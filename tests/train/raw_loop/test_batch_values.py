@@ -328,6 +328,110 @@ def weights_of_the_program(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     return ((weights / weights.sum())[(t > 0.5).long()] * one_by_one(model, x, t)).mean()
 
 
+# Joined with samples that are not of the batch
+
+KEPT = torch.randn(10, 4, generator=torch.Generator().manual_seed(7), device="cpu")
+
+
+def from_a_memory(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(torch.cat([x, KEPT[:4]])).square().mean()
+
+
+def as_many_from_a_memory(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(torch.vstack([KEPT[: len(x)], x])).square().mean()
+
+
+def side_by_side(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(torch.cat([x.T, KEPT[:4].T], dim=1).T).square().mean()
+
+
+def values_of_a_memory(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return torch.cat([model(x), model(KEPT[:4])]).square().mean()
+
+
+def one_by_one_with_a_memory(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(torch.stack([*x, *KEPT[:4]])).square().mean()
+
+
+def written_into_a_memory(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    both = KEPT.clone()
+    both[2 : 2 + len(x)] = x
+    return model(both).square().mean()
+
+
+def put_into_a_memory(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    both = KEPT.clone()
+    both[torch.arange(len(x), device="cpu")] = x
+    return model(both).square().mean()
+
+
+def scattered_into_a_memory(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    places = torch.arange(len(x), device="cpu")[:, None].expand_as(x)
+    return model(KEPT.scatter(0, places, x)).square().mean()
+
+
+def filled_up(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(F.pad(x, (0, 0, 1, 3))).square().mean()
+
+
+def some_of_both(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(torch.cat([x, KEPT[:4]]))[:8].square().mean()
+
+
+def shuffled_together(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(1), device="cpu")
+    return model(torch.cat([x, KEPT[:4]])[order])[: len(x)].square().mean()
+
+
+JOINED = [
+    from_a_memory, as_many_from_a_memory, side_by_side, values_of_a_memory, one_by_one_with_a_memory,
+    written_into_a_memory, put_into_a_memory, scattered_into_a_memory, filled_up, some_of_both, shuffled_together,
+]  # fmt: skip
+
+
+def without_the_memory(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(torch.cat([KEPT[:4], x]))[4:].square().mean()
+
+
+def each_by_itself(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    of_samples, of_memory = model(torch.cat([x.T, KEPT[:4].T], dim=1).T).split([len(x), 4])
+    return of_samples.square().mean() + of_memory.square().mean()
+
+
+def without_what_was_filled_up(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(F.pad(x, (0, 0, 1, 3)))[1 : 1 + len(x)].square().mean()
+
+
+def two_views(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(torch.cat([x, 0.9 * x])).square().mean()
+
+
+def noise_beside_each(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    targets = torch.cat([t, torch.zeros(len(x), device="cpu")])
+    return (model(torch.cat([x, torch.randn_like(x)])).squeeze(1) - targets).square().mean()
+
+
+def collected_piece_by_piece(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    both = torch.zeros(2 * len(x), x.shape[1], device="cpu")
+    both[: len(x)], both[len(x) :] = x, 0.9 * x
+    return model(both).square().mean()
+
+
+def a_column_of_a_memory(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return model(torch.cat([x[:, :3], KEPT[:1, :1].expand(len(x), 1)], dim=1)).square().mean()
+
+
+def against_a_queue(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    logits = torch.cat([model(x), x @ KEPT.T], dim=1)
+    return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long, device="cpu"))
+
+
+BY_THEMSELVES = [
+    without_the_memory, each_by_itself, without_what_was_filled_up, two_views, noise_beside_each,
+    collected_piece_by_piece, a_column_of_a_memory, against_a_queue,
+]  # fmt: skip
+
+
 OF_SAMPLES = [
     masked_mean, sorted_by_length, there_and_back_in_order, standardised_sample_by_sample, metrics_beside_it,
     weights_of_the_program, chunks_that_are_joined, picked_by_their_values, in_another_order, columns, there_and_back,
@@ -335,16 +439,16 @@ OF_SAMPLES = [
 ]  # fmt: skip
 
 
-def obstacle(loss: Loss) -> str:
-    x, t = torch.randn(ROWS, 4), torch.rand(ROWS)
+def obstacle(loss: Loss, rows: int = ROWS) -> str:
+    x, t = torch.randn(rows, 4), torch.rand(rows)
     model, watch = nn.Linear(4, 1), BatchWatch()
-    watch.begin((x, t), ROWS)
+    watch.begin((x, t), rows)
     try:
         root = loss(model, x, t)
     finally:
         watch.end()
         assert _get_current_dispatch_mode() is None
-    watch.begin((x, t), ROWS)
+    watch.begin((x, t), rows)
     root = loss(model, x, t)
     with watch.paused():
         assert _get_current_dispatch_mode() is None
@@ -376,6 +480,33 @@ def test_what_numpy_makes_of_a_batch_of_arrays_is_found() -> None:
     assert not watch.obstacle([as_it_is])
     assert watch.obstacle([made])
     watch.end()
+
+
+@pytest.mark.parametrize("loss", JOINED, ids=lambda loss: loss.__name__)
+def test_samples_that_are_joined_with_others_are_found(loss: Loss) -> None:
+    assert obstacle(loss).startswith("samples that are not of the batch are joined with it (")
+
+
+def test_a_single_sample_that_is_joined_with_a_memory_is_found_and_shows_nothing_else() -> None:
+    assert obstacle(from_a_memory, rows=1).startswith("samples that are not of the batch are joined with it (")
+    assert not obstacle(divided_by_their_sum, rows=1)
+
+
+def test_points_of_which_a_part_has_as_many_as_the_whole_batch_are_others() -> None:
+    """A batch of six may have one for each sample; a part of three has six, too."""
+    watch, model, found = BatchWatch(), nn.Linear(4, 1), []
+    for rows in (6, 3):
+        x = torch.randn(rows, 4)
+        watch.begin((x,), rows, like=None if rows == ROWS else rows)
+        root = model(torch.cat([x, torch.randn(6, 4)])).square().mean()
+        found.append(bool(watch.obstacle([root])))
+        watch.end()
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("loss", BY_THEMSELVES, ids=lambda loss: loss.__name__)
+def test_samples_that_stand_by_themselves_in_the_loss_are_no_obstacle(loss: Loss) -> None:
+    assert not obstacle(loss)
 
 
 @pytest.mark.parametrize("loss", OF_SAMPLES, ids=lambda loss: loss.__name__)

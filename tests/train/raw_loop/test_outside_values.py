@@ -590,7 +590,18 @@ def test_what_is_no_state_of_the_ranks_trains_on_parts_as_in_one_process(
 
 def _told(found: int, shape: tuple[int, ...] = (), number: float = 0.0, times: int = 1, **more: bool) -> Any:
     is_fresh, is_whole = more.get("is_fresh", False), more.get("is_whole", False)
-    return {"key": OutsideValue(times, shape, is_fresh, is_whole, found, number, more.get("may_be_size", True))}
+    return {
+        "key": OutsideValue(
+            times,
+            shape,
+            is_fresh,
+            is_whole,
+            found,
+            number,
+            more.get("may_be_size", True),
+            more.get("is_by_place", False),
+        )
+    }
 
 
 @pytest.mark.parametrize(
@@ -599,6 +610,8 @@ def _told(found: int, shape: tuple[int, ...] = (), number: float = 0.0, times: i
         ([_told(1, (5,)), _told(2, (5,))], (9, 7), True),
         ([_told(1, (5,)), _told(1, (5,))], (9, 7), False),
         ([_told(1, (9, 5)), _told(2, (7, 5))], (9, 7), False),  # of the samples
+        ([_told(1, (9, 5), is_by_place=True), _told(2, (7, 5))], (9, 7), True),  # `kept[: len(x)]`
+        ([_told(1, (6, 5), is_by_place=True), _told(2, (4, 5))], (9, 7), False),  # as long as the samples of a part are
         ([_told(1, (8, 5)), _told(2, (8, 5))], (8, 8), False),  # perhaps
         ([_told(1, (5,), times=9), _told(2, (5,), times=7)], (9, 7), False),  # one for each sample
         ([_told(1, (5,), times=8), _told(2, (5,), times=8)], (8, 8), False),  # perhaps
