@@ -8,11 +8,9 @@ the run. It draws nothing and knows no process.
 from __future__ import annotations
 
 import copy
-import csv
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from nbaccel.base.events import (
@@ -45,7 +43,6 @@ __all__ = [
     "Mark",
     "Rows",
     "Usage",
-    "import_pandas",
 ]
 
 _MOST_POINTS, _FEWEST_POINTS = 512, 16
@@ -421,17 +418,9 @@ class History:
         Raises:
             ImportError: The library pandas is not installed; `to_dict` works without it.
         """
-        pandas = import_pandas("to_dict() gives the same numbers")
-        frames = []
-        for phase in self.phases:
-            lines = {
-                name: series.mean() if rank is None else series.line(rank) for name, series in phase.series.items()
-            }
-            columns = {
-                name: pandas.Series(line.mean, index=list(line.step), dtype=float) for name, line in lines.items()
-            }
-            frames.append(pandas.DataFrame(columns).sort_index())
-        return pandas.concat(frames, keys=[phase.name for phase in self.phases], names=["phase", "step"])
+        from nbaccel.display.history_tables import table_of
+
+        return table_of(self, rank)
 
     def to_csv(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
         """Write all curves to a file, with a line for each phase and step; an existing file is replaced.
@@ -444,18 +433,9 @@ class History:
         Args:
             rank: The rank to read; None for the mean over ranks.
         """
-        names = list(dict.fromkeys(name for phase in self.phases for name in phase.series))
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(["phase", "step", *names])
-            for phase in self.phases:
-                lines = [series.mean() if rank is None else series.line(rank) for series in phase.series.values()]
-                columns = {
-                    name: dict(zip(line.step, line.mean, strict=True))
-                    for name, line in zip(phase.series, lines, strict=True)
-                }
-                for step in sorted({step for column in columns.values() for step in column}):
-                    table.writerow([phase.name, step, *(columns.get(name, {}).get(step, "") for name in names)])
+        from nbaccel.display.history_tables import write_csv
+
+        write_csv(self, path, rank)
 
     def __repr__(self) -> str:
         curves = ", ".join(f"{name} {number(series.latest)}" for name, series in self.phase.series.items())
@@ -594,18 +574,3 @@ class Usage:
     def peak_part(self) -> float:
         """Return the fraction at the peak, 0 to 1; 0 if the limit is unknown."""
         return min(1.0, self.peak_bytes / self.limit_bytes) if self.limit_bytes else 0.0
-
-
-def import_pandas(instead: str) -> Any:
-    """Return the module pandas.
-
-    Args:
-        instead: The end of the error where it is not installed, such as "table() gives the same numbers".
-
-    Raises:
-        ImportError: The library pandas is not installed.
-    """
-    try:
-        return import_module("pandas")
-    except ImportError:
-        raise ImportError(f"to_pandas() needs pandas: pip install pandas. {instead} without it.") from None

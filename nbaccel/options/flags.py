@@ -12,10 +12,10 @@ import argparse
 import keyword
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter, argument, construct_parser, kwds
+from IPython.core.magic_arguments import MagicHelpFormatter, argument, construct_parser, kwds
 
 from nbaccel.base.quantities import parse_interval, parse_seconds
 from nbaccel.base.settings import (
@@ -31,6 +31,9 @@ from nbaccel.options.run_options import AUTO, CELL, FULL, NAMED, QUICK, expanded
 
 __all__ = [
     "EXAMPLES",
+    "HELP_COLUMN",
+    "HELP_WIDTH",
+    "SETTINGS",
     "checked",
     "flags",
     "flags_parser",
@@ -39,7 +42,6 @@ __all__ = [
     "read_names",
     "read_seconds",
     "settings",
-    "some_flags",
     "unabbreviated",
 ]
 
@@ -196,7 +198,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _flag: Callable[..., Any] = argument  # IPython publishes no type for it
 
-_SETTINGS = (
+SETTINGS = (
     _flag("-n", "--num-processes", metavar="N", type=_read_processes,
           help="ranks to start; default auto: one per GPU, or one on the CPU"),
     _flag("-p", "--mixed-precision", metavar="P", choices=(AUTO, *PRECISIONS),
@@ -312,12 +314,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 """Examples that completion offers after a flag with too many possible values, by its name in `Options`."""
 
-_HELP_WIDTH, _HELP_COLUMN = 120, 32
+HELP_WIDTH, HELP_COLUMN = 120, 32
 
 
 def flags(function: Function) -> Function:
     """Give a magic all flags; placed below `magic_arguments`."""
-    for flag in reversed(_SETTINGS + _OF_ONE_CELL):
+    for flag in reversed(SETTINGS + _OF_ONE_CELL):
         function = flag(function)
     wide: Callable[..., Any] = kwds  # one line per flag, whatever the width of the terminal
     decorated: Function = wide(formatter_class=_help_formatter)(function)
@@ -341,27 +343,9 @@ def unabbreviated(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    return MagicHelpFormatter(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
-
-
-def _plain_formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
-
-
-def some_flags(keys: Collection[str], **about: Any) -> argparse.ArgumentParser:
-    """Return a parser of the settings whose long names, without dashes, are in `keys`.
-
-    Args:
-        **about: Further arguments of `ArgumentParser`.
-    """
-    make: Callable[..., argparse.ArgumentParser] = MagicArgumentParser  # it reports mistakes by UsageError
-    parser = unabbreviated(make(formatter_class=_plain_formatter, **about))
-    for flag in _SETTINGS:
-        if {name.removeprefix("--") for name in flag.args} & {*keys}:
-            flag.add_to_parser(parser, None)
-    return parser
+    return MagicHelpFormatter(prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH)
 
 
 def settings(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Return the flags of a full parser that `%accelerate config` can set."""
-    return parser._actions[: len(_SETTINGS)]
+    return parser._actions[: len(SETTINGS)]

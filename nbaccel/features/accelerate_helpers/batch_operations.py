@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nbaccel.errors import CollectiveMismatch as DistributedOperationException
-from nbaccel.train.distributed import nested
+from nbaccel.train.distributed import nested_rows
 from nbaccel.train.distributed.nested import is_container, leaves, map_children
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.step.precision import to_fp32
@@ -77,7 +77,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     strange = next((leaf for batch in data for leaf in leaves(batch) if not is_torch_tensor(leaf)), None)
     if len(data) > 1 and strange is not None:
         raise TypeError(f"concatenate joins tensors in any nesting of containers; in it was a {type(strange).__name__}")
-    return nested.join_batches(data, dim)
+    return nested_rows.join_batches(data, dim)
 
 
 def recursively_apply(

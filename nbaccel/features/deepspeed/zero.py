@@ -39,7 +39,8 @@ from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision, Taken
-from nbaccel.train.strategies.single import INSTEAD, Strategy, running_statistics, without_compile
+from nbaccel.train.strategies.norm_statistics import running_statistics
+from nbaccel.train.strategies.single import INSTEAD, Strategy, without_compile
 
 if TYPE_CHECKING:
     from nbaccel.features.micro_batches.lent_gradients import Gradients

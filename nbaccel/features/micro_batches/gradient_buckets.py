@@ -23,8 +23,9 @@ from nbaccel.errors import CannotSplit
 from nbaccel.features.micro_batches.lent_gradients import Gradients, StepReport, copies_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.kwargs_handlers import DistributedDataParallelKwargs
+from nbaccel.train.strategies.norm_statistics import running_statistics
 from nbaccel.train.strategies.replicated import Replica
-from nbaccel.train.strategies.single import INSTEAD, is_parallel, is_sharded, running_statistics, without_compile
+from nbaccel.train.strategies.single import INSTEAD, is_parallel, is_sharded, without_compile
 
 __all__ = [
     "Buckets",

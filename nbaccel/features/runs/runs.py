@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from nbaccel.base.quantities import plural
-from nbaccel.display.history import import_pandas
+from nbaccel.display.history_tables import import_pandas
 from nbaccel.display.series import Line
 from nbaccel.errors import LaunchRefused
 from nbaccel.features.panel.comparison import RunComparison, RunRow, draw_runs

@@ -41,7 +41,8 @@ from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.script_plan import ScriptPlan
 from nbaccel.options.configuration import FILE_NAME, Configuration
-from nbaccel.options.flags import flags_parser, some_flags
+from nbaccel.options.flags import flags_parser
+from nbaccel.options.flags_of_scripts import some_flags
 from nbaccel.options.given_flags import given_flags
 from nbaccel.options.parsing import chosen, in_our_words, what_is_unknown
 from nbaccel.options.run_options import AUTO, RunOptions

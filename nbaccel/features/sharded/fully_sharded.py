@@ -31,6 +31,7 @@ from nbaccel.train.distributed.collectives import Collectives, GroupCollectives
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
+from nbaccel.train.strategies.norm_statistics import running_statistics
 from nbaccel.train.strategies.replicated import living_modules
 from nbaccel.train.strategies.single import (
     INSTEAD,
@@ -38,7 +39,6 @@ from nbaccel.train.strategies.single import (
     gradients_of,
     is_parallel,
     is_sharded,
-    running_statistics,
     without_compile,
 )
 

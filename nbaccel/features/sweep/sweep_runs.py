@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 from nbaccel.base.quantities import plural
-from nbaccel.display.history import import_pandas
+from nbaccel.display.history_tables import import_pandas
 from nbaccel.features.sweep.finished_runs import describe_configuration
 from nbaccel.launching.run import Run
 

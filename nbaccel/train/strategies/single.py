@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -37,7 +36,6 @@ __all__ = [
     "is_sharded",
     "plain_name",
     "plainly_named",
-    "running_statistics",
     "waiting_names",
     "without_compile",
 ]
@@ -421,14 +419,6 @@ INSTEAD = (
     "For this model use accelerator.backward; if that does not fit into memory, find_executable_batch_size tries "
     "smaller batches on all ranks, and %%accelerate --oom shrink starts the cell again with smaller ones."
 )
-
-
-def running_statistics(models: Sequence[Module]) -> Iterator[Tensor]:
-    """Yield the running statistics of the normalisation layers of `models`."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, _NormBase):
-                yield from module.buffers(recurse=False)
 
 
 def is_parallel(model: Module) -> bool:

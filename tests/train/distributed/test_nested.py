@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.train.distributed.nested import count_rows, join_batches, map_children
+from nbaccel.train.distributed.nested import map_children
+from nbaccel.train.distributed.nested_rows import count_rows, join_batches
 
 Pair = namedtuple("Pair", "left right")
 

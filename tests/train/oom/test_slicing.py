@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from nbaccel.errors import CannotSplit
-from nbaccel.train.distributed.nested import join_batches, leaves
+from nbaccel.train.distributed.nested import leaves
+from nbaccel.train.distributed.nested_rows import join_batches
 from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes
 
 Pair = namedtuple("Pair", "x y")

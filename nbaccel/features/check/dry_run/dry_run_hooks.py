@@ -32,7 +32,7 @@ from nbaccel.train.data.dispatch import DispatchSource
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.sources import Source, StreamSource
 from nbaccel.train.distributed.callers import users_frames
-from nbaccel.train.distributed.nested import count_rows
+from nbaccel.train.distributed.nested_rows import count_rows
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.distributed.transport import Transport

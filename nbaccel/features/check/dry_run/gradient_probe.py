@@ -36,7 +36,7 @@ from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.prepare_loader import LoaderChoice
 from nbaccel.train.data.sources import Source
 from nbaccel.train.distributed.counted_batch import CountedBatch
-from nbaccel.train.distributed.nested import count_rows
+from nbaccel.train.distributed.nested_rows import count_rows
 
 __all__ = ["GradientProbe", "plain_arithmetic"]
 
