@@ -15,7 +15,7 @@ from typing import Any
 
 from nbaccel.base.failures import Recovery, asked_bytes, in_bytes, is_of_host, recovery_of
 from nbaccel.base.memory_limit import MemoryLimit, fullness, host_limit, unused_heap
-from nbaccel.base.values import frozen
+from nbaccel.base.values import attributes_of, frozen
 
 __all__ = ["WHAT_HELPS", "MemoryRequest", "total_and_free"]
 
@@ -199,12 +199,5 @@ def _mentioned(frames: Iterable[FrameType], kinds: tuple[type, ...]) -> Iterator
             if issubclass(type(value), kinds):
                 yield value
             elif type(value) is not ModuleType:
-                yield from (each for each in _attributes(value) if issubclass(type(each), kinds))
-
-
-def _attributes(value: Any) -> list[Any]:
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return []
-    return list(attributes.values())[:_MOST_VALUES] if type(attributes) is dict else []
+                held = list((attributes_of(value) or {}).values())[:_MOST_VALUES]
+                yield from (each for each in held if issubclass(type(each), kinds))

@@ -20,8 +20,9 @@ from types import FunctionType
 from typing import Any
 
 from nbaccel.base.quantities import with_article
+from nbaccel.base.values import attributes_of
 from nbaccel.namespace.kind import CannotWrite, Change, IsSame, Kind, Stays, Step, Write
-from nbaccel.namespace.kinds import ATTRIBUTES, Kinds, attributes_of, globals_of, is_found_by_name, part
+from nbaccel.namespace.kinds import ATTRIBUTES, Kinds, globals_of, is_found_by_name, part
 from nbaccel.namespace.state_in_c import may_own_state_in_c
 from nbaccel.namespace.wrappers import is_lightnings_callback, is_of_lightning, plain
 

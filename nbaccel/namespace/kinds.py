@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from nbaccel.base.quantities import with_article
+from nbaccel.base.values import attributes_of
 from nbaccel.namespace.arrays import ARRAY, ARRAY_OF_A_CLASS, kind_of_memory
 from nbaccel.namespace.kind import CannotWrite, Entries, Kind, Step, Write
 from nbaccel.namespace.library_objects import tensor_of_script
@@ -39,7 +40,6 @@ from nbaccel.namespace.wrappers import is_accelerator, is_lightnings_callback, i
 __all__ = [
     "ATTRIBUTES",
     "Kinds",
-    "attributes_of",
     "globals_of",
     "is_found_by_name",
     "is_read_by_attributes",
@@ -497,15 +497,6 @@ def part(obj: Any, step: Step) -> Any:
         raise
     except Exception as error:  # an object of another class than the one that had this part
         raise LookupError(f"{with_article(type(obj).__name__)} has no part {step}") from error
-
-
-def attributes_of(obj: Any) -> dict[str, Any] | None:
-    """Return the attributes of the object itself, without asking its class; None if it can have none."""
-    try:
-        attributes = object.__getattribute__(obj, "__dict__")
-    except Exception:  # it has none, or a property of that name raises
-        return None
-    return attributes if type(attributes) is dict else None
 
 
 def _element(obj: Any, index: int) -> Any:

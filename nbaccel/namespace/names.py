@@ -18,6 +18,8 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+from nbaccel.base.values import attributes_of
+
 __all__ = [
     "READ_BY_TEXT",
     "codes_of",
@@ -537,10 +539,7 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[Any]:
         if type(value) is dict:
             yield from list(value.values()) if len(value) <= _MOST_SETTINGS else ()
         elif type(value) in (types.SimpleNamespace, argparse.Namespace) or _home_of(value)[0] == "__main__":
-            try:
-                attributes = object.__getattribute__(value, "__dict__")
-            except AttributeError:  # a class with slots
-                continue
+            attributes = attributes_of(value) or {}
             yield from list(attributes.values()) if len(attributes) <= _MOST_SETTINGS else ()
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from nbaccel.base.quantised import is_quantised, is_quantised_tensor
-from nbaccel.namespace.kinds import attributes_of
+from nbaccel.base.values import attributes_of
 from nbaccel.namespace.wrappers import plain
 
 __all__ = [

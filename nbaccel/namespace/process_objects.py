@@ -36,6 +36,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from nbaccel.base.quantities import with_article
+from nbaccel.base.values import attributes_of
 from nbaccel.namespace.kind import CannotWrite, Entries, Kind, Stays, Step, Write
 from nbaccel.namespace.library_objects import Artist, Script, facts_of_matrix, facts_of_tokenizer
 from nbaccel.namespace.state_in_c import (
@@ -495,8 +496,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
-    own = object.__getattribute__(obj, "__dict__")
-    return own if type(own) is dict else {}
+    return attributes_of(obj) or {}
 
 
 def _state_of_thread(thread: threading.Thread) -> Any:

@@ -8,6 +8,8 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
+from nbaccel.base.values import attributes_of
+
 __all__ = ["is_of", "threads_held_by", "threads_of_the_notebook"]
 
 _SERVANTS = ("nbaccel", "ipykernel", "IPython", "zmq", "tornado", "tqdm", "debugpy", "pydevd", "traitlets", "psutil")
@@ -66,11 +68,7 @@ def _parts(obj: Any) -> list[Any]:
         return list(islice(obj.values(), _MOST_OBJECTS))
     if issubclass(kind, type | ModuleType) or str(kind.__module__).startswith(_OPENED_AGAIN):
         return []
-    try:
-        attributes = object.__getattribute__(obj, "__dict__")
-    except AttributeError:
-        return []
-    return list(islice(attributes.values(), _MOST_OBJECTS)) if type(attributes) is dict else []
+    return list(islice((attributes_of(obj) or {}).values(), _MOST_OBJECTS))
 
 
 def is_of(thread: threading.Thread, modules: Sequence[str]) -> bool:

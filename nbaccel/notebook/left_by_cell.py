@@ -15,12 +15,12 @@ from typing import Any
 
 from nbaccel.base.quantised import TrainedTensors
 from nbaccel.base.quantities import amount, listed, short_count
+from nbaccel.base.values import attributes_of
 from nbaccel.launching.ipc.kernel_state import set_random_states
 from nbaccel.launching.processes.interaction import uninterrupted
 from nbaccel.launching.processes.rank_results import Returned
 from nbaccel.launching.tasks.cell_task import RANDOM, CellTask
 from nbaccel.namespace.inventory import ObjectPlace, found_at, writes_of
-from nbaccel.namespace.kinds import attributes_of
 
 __all__ = ["LeftByCell"]
 

@@ -10,13 +10,13 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from nbaccel.base.values import attributes_of
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.namespace.names import (
     READ_BY_TEXT,
@@ -97,8 +97,7 @@ def _names_behind(values: Iterable[Any], namespace: Mapping[str, Any]) -> set[st
         elif kind in (list, tuple, set, frozenset):
             waiting += islice(value, _MOST_ITEMS)
         elif not is_code:
-            with suppress(AttributeError):  # it has none
-                waiting += islice(object.__getattribute__(value, "__dict__").values(), _MOST_ITEMS)
+            waiting += islice((attributes_of(value) or {}).values(), _MOST_ITEMS)
     return found
 
 

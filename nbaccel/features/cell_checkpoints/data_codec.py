@@ -32,11 +32,12 @@ import torch
 from torch import Tensor
 
 from nbaccel.base.quantities import with_article
+from nbaccel.base.values import attributes_of
 from nbaccel.errors import CannotResume
 from nbaccel.features.cell_checkpoints.head_state import CODE, SCALARS, HeadState, Seen, is_refused_name, text_of
 from nbaccel.namespace.arrays import TensorChange, Values, has_plain_memory, is_as_it_lies
 from nbaccel.namespace.kind import Entries
-from nbaccel.namespace.kinds import attributes_of, slots_of
+from nbaccel.namespace.kinds import slots_of
 from nbaccel.namespace.state_in_c import keeps_state_in_c
 from nbaccel.train.checkpoint.serialization import CannotPack, ToHost, knows_dtypes_of, pack, unpack
 

@@ -555,7 +555,7 @@ def _is_other(value: Any, before: Any) -> bool:
 
 def _is_drawn_from(value: Any) -> bool:
     """Return whether it is an iterator of a loader that comes back by its position."""
-    return isinstance(value, _BaseDataLoaderIter) and DRAWN in vars(value)
+    return issubclass(type(value), _BaseDataLoaderIter) and DRAWN in vars(value)
 
 
 def _without_iterator(seen: Seen, content: Any) -> Any:

@@ -256,7 +256,7 @@ class HeadState:
                 if place is not None and (kind is not None or type(obj) is type):
                     self._objects[text_of(place)] = Seen(obj, kind or Kind(), mark, place)
             for root, value in self.roots.items():
-                if isinstance(value, type):
+                if issubclass(type(value), type):
                     self._objects.setdefault(text_of(ObjectPlace(root)), Seen(value, Kind(), None, ObjectPlace(root)))
         return self._objects
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nbaccel.base.quantities import with_article
-from nbaccel.base.values import frozen
+from nbaccel.base.values import attributes_of, frozen
 from nbaccel.features.cell_checkpoints.data_codec import Decoder, Encoder, NoData
 from nbaccel.features.cell_checkpoints.head_state import (
     CODE,
@@ -35,7 +35,7 @@ from nbaccel.features.cell_checkpoints.head_state import (
 from nbaccel.namespace.arrays import TensorChange, Values
 from nbaccel.namespace.inventory import ObjectPlace
 from nbaccel.namespace.kind import Entries, Write
-from nbaccel.namespace.kinds import attributes_of, is_read_by_attributes, slots_of
+from nbaccel.namespace.kinds import is_read_by_attributes, slots_of
 from nbaccel.namespace.wrappers import is_put_there
 
 __all__ = ["MadeAgain", "is_alike", "made_objects", "prepared"]

@@ -75,7 +75,7 @@ def _clocks(tree: ast.Module, namespace: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom):
             yield from (each.asname for each in node.names if each.asname and each.name in _CLOCKS)
     for name, value in namespace.items():
-        if isinstance(value, types.BuiltinFunctionType) and value.__module__ == "time" and value.__name__ in _CLOCKS:
+        if type(value) is types.BuiltinFunctionType and value.__module__ == "time" and value.__name__ in _CLOCKS:
             yield name
 
 

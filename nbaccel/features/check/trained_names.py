@@ -79,7 +79,7 @@ def _trains(node: ast.AST, training: set[str]) -> bool:
 
 
 def _trains_by_code(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and _names_backward(value.__code__)
+    return type(value) is types.FunctionType and _names_backward(value.__code__)
 
 
 def _names_backward(code: types.CodeType) -> bool:

@@ -161,7 +161,8 @@ def batch_size_of(namespace: Mapping[str, Any]) -> int:
     data = sys.modules.get("torch.utils.data")
     if data is None:  # then the notebook has no loader either
         return _USUAL_BATCH_SIZE
-    loaders = [value for value in list(namespace.values()) if isinstance(value, data.DataLoader)]
+    # The true type: the ``__class__`` of a proxy is code of the user's, and may raise anything.
+    loaders = [value for value in list(namespace.values()) if issubclass(type(value), data.DataLoader)]
     sizes = {loader.batch_size for loader in loaders}
     return (sizes.pop() if len(sizes) == 1 else None) or _USUAL_BATCH_SIZE
 

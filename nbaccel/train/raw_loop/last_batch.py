@@ -103,7 +103,7 @@ class LastBatch:
 
 def _leaves(value: Any) -> list[Tensor]:
     """Return the tensors of a value that is one, or consists of some; empty where it has others."""
-    if isinstance(value, Tensor):
+    if _is_tensor(value):
         return [value]
     if type(value) not in _CONTAINERS or not value:
         return []
@@ -117,12 +117,17 @@ def _first_tensor(value: Any) -> Tensor | None:
         if type(value) not in _CONTAINERS or not value:
             break
         value = next(iter(value.values() if isinstance(value, dict) else value))
-    return value if isinstance(value, Tensor) else None
+    return value if _is_tensor(value) else None
+
+
+def _is_tensor(value: Any) -> bool:
+    """Return whether the true type of `value` is a tensor's: a proxy's ``__class__`` is code, and may raise."""
+    return issubclass(type(value), Tensor)
 
 
 def _with(value: Any, wholes: Iterator[Tensor]) -> Any:
     """Return `value` with other tensors in the places of its own."""
-    if isinstance(value, Tensor):
+    if _is_tensor(value):
         whole = next(wholes).to(value.device)
         return whole.requires_grad_() if value.requires_grad and value.is_leaf else whole
     return map_children(lambda child: _with(child, wholes), value)

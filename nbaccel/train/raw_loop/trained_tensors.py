@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from nbaccel.base.values import frozen
+from nbaccel.base.values import attributes_of, frozen
 from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import users_frames, variables_of
 from nbaccel.train.distributed.collectives import Collectives
@@ -689,14 +689,14 @@ def _inside(value: Any, kind: type) -> list[Any]:
     elif issubclass(kind, (Tensor, ModuleType, type)) or f"{kind.__module__}".partition(".")[0] in _HOLD_NO_MODEL:
         parts = []
     else:
-        parts = list(getattr(value, "__dict__", {}).values())[:_MOST_PARTS]
+        parts = list((attributes_of(value) or {}).values())[:_MOST_PARTS]
     return parts
 
 
 def _parts(value: Any) -> list[Tensor]:
     """Return the tensors in an attribute of a module."""
     parts = value[:_MOST_PARTS] if type(value) in (list, tuple) else (value,)
-    return [part for part in parts if isinstance(part, Tensor)]
+    return [part for part in parts if issubclass(type(part), Tensor)]
 
 
 def _share_states(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def test_the_batch_size_is_that_of_the_notebooks_loaders_if_they_agree() -> None
     assert batch_size_of({"train": four, "again": four, "test": two}) == 32
     assert batch_size_of({"loader": DataLoader(data, batch_size=None)}) == 32  # type: ignore[arg-type]
     assert batch_size_of({}) == 32
+    assert batch_size_of({"loader": four, "a proxy that has lost its object": weakref.proxy(set())}) == 4
 
 
 def test_the_overview_says_what_the_form_shows(tmp_path: Path) -> None:

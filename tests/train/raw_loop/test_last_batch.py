@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -53,3 +54,16 @@ def test_what_was_there_before_stays() -> None:
     last.note(PART)
     last.join(beside_another_rank)
     assert namespace["kept"].shape == (4, 2)
+
+
+@pytest.mark.parametrize("is_in_a_list", [False, True])
+def test_a_proxy_that_has_lost_its_object_is_no_part_and_hides_none(is_in_a_list: bool) -> None:
+    """`isinstance` asks the proxy for its class, and it raises a ReferenceError."""
+    proxy = weakref.proxy(set())
+    namespace: dict[str, Any] = {"proxy": [proxy] if is_in_a_list else proxy}
+    last = LastBatch(namespace)
+    namespace["later"] = namespace["proxy"]
+    namespace["out"] = part(False)
+    last.note(PART)
+    last.join(beside_another_rank)
+    assert namespace["out"].shape == (8, 2)
