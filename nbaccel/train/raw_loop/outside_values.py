@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from nbaccel.base.notices import is_users
+from nbaccel.base.values import attributes_of
 from nbaccel.train.distributed.callers import users_frames, users_name, variables_of
 from nbaccel.train.raw_loop.gradient_weights import digest
 from nbaccel.train.raw_loop.node_kinds import names
@@ -423,7 +424,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor | float | None]:
             waiting.extend(each.values())
         elif isinstance(each, list | tuple | set):
             waiting.extend(each)
-        waiting.extend(getattr(each, "__dict__", {}).values())
+        waiting.extend((attributes_of(each) or {}).values())
 
 
 def _place() -> tuple[str, str]:
@@ -449,7 +450,7 @@ def _name_of(value: Any) -> str:
                     continue
                 if type(each) is float and type(value) is float and each == value:
                     return name
-                for attribute, held in list(getattr(each, "__dict__", {}).items()):
+                for attribute, held in list((attributes_of(each) or {}).items()):
                     if held is value or (type(held) is float and type(value) is float and held == value):
                         return f"{name}.{attribute}"
     return ""
