@@ -539,7 +539,7 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[Any]:
         if type(value) is dict:
             yield from list(value.values()) if len(value) <= _MOST_SETTINGS else ()
         elif type(value) in (types.SimpleNamespace, argparse.Namespace) or _home_of(value)[0] == "__main__":
-            attributes = attributes_of(value) or {}
+            attributes = vars(value) if issubclass(type(value), type) else attributes_of(value) or {}
             yield from list(attributes.values()) if len(attributes) <= _MOST_SETTINGS else ()
 
 

@@ -440,7 +440,7 @@ class Averaging:
                 whole=handed.whole,
                 obstacle=has_obstacle,
                 zeros=zeros,
-                apart=sum(is_apart << at for at, is_apart in enumerate(apart)),
+                apart=sum(is_apart << at for at, is_apart in enumerate(apart)) if apart else 0,
                 gives=gives,
                 least=self._watch.least,
                 at=self._steps.count,

@@ -581,7 +581,8 @@ class BatchSplitter:
 
     def _may_be_watched(self, this: SharedPass, label: Label) -> bool:
         may_train = this.may_split and self._training.is_training()
-        is_of_use = label.rows > self._watch.is_on  # a single sample shows little, and nothing beside a larger batch
+        # A single sample shows little, and nothing beside a larger batch.
+        is_of_use = label.rows > 1 or (label.rows == 1 and not self._watch.is_on)
         return may_train and self._mode == SPLIT and is_of_use and this.key not in self._whole
 
     def _pass_of(self, iterator: Any) -> SharedPass:

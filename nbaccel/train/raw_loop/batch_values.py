@@ -233,13 +233,13 @@ class BatchWatch:
 
         It depends on a memory, on points that were drawn, or on a grid, and is the same with each part of a batch.
         """
-        trace = self._trace if self.is_on else None
-        return [] if trace is None else trace.are_apart(roots, terms)
+        trace = self._trace
+        return [] if trace is None or not trace.marks else trace.are_apart(roots, terms)
 
     def obstacle(self, roots: Sequence[Tensor]) -> str:
         """Return which value of the whole batch enters one of the losses `roots`; "" where none is known."""
-        trace = self._trace if self.is_on else None
-        if trace is None:
+        trace = self._trace
+        if trace is None or not trace.marks:
             return ""
         if found := next((text for root in roots if (text := trace.joined_in(root))), ""):
             return found

@@ -168,7 +168,8 @@ def test_an_object_that_the_notebook_had_is_left_if_it_was_changed() -> None:
 
 
 def test_a_tensor_that_lies_where_the_one_before_it_was_is_new() -> None:
-    code = "old = id(loss)\nfor _ in range(100):\n    loss = torch.ones(1)\n    if id(loss) == old:\n        break"
+    again = "del loss\n    loss = torch.ones(1)"
+    code = f"old = id(loss)\nfor _ in range(100):\n    {again}\n    if id(loss) == old:\n        break"
     namespace: dict[str, Any] = {"__name__": "__main__", "torch": torch, "loss": torch.ones(1)}
     task = CellTask(CellSource(code, "Cell In[1]"), namespace, ("old",))
     task.run()
