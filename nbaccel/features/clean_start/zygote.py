@@ -261,10 +261,8 @@ def main(channel_fd: int, kernel_pidfd: int, has_shell: bool) -> None:
         for module in _PRELOAD:
             importlib.import_module(module)
     if has_shell:
-        from nbaccel.features.clean_start.new_shell import new_shell
-
         with contextlib.suppress(ImportError):
-            new_shell()
+            _new_shell()
     gc.collect()
     gc.freeze()
     with contextlib.suppress(BrokenPipeError):  # the kernel has closed the channel
@@ -335,6 +333,24 @@ def _fork(channel: Channel, message: dict[str, Any], fds: list[int], zygote_fds:
     for fd in fds:
         os.close(fd)
     return pid, os.pidfd_open(pid)
+
+
+def _new_shell() -> None:
+    """Give a process of the zygote an IPython shell, as a fork would have inherited one. Called in the zygote."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    class RankShell(InteractiveShell):
+        """A kernel's shell for a process without a kernel."""
+
+        def enable_gui(self, gui: str | None = None) -> None:
+            """Do nothing: there is no event loop to join; `%matplotlib inline` calls this all the same."""
+
+    if InteractiveShell.initialized():
+        return
+    config = Config()
+    config.HistoryManager.enabled = False  # sqlite and its thread do not survive a fork
+    RankShell.instance(config=config)
 
 
 def _load_once(message: dict[str, Any]) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
+from IPython.core.magic_arguments import MagicArgumentParser
 
 from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import PARTITIONING, RunSettings
@@ -41,8 +42,7 @@ from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.script_plan import ScriptPlan
 from nbaccel.options.configuration import FILE_NAME, Configuration
-from nbaccel.options.flags import flags_parser
-from nbaccel.options.flags_of_scripts import some_flags
+from nbaccel.options.flags import HELP_COLUMN, HELP_WIDTH, SETTINGS, flags_parser, unabbreviated
 from nbaccel.options.given_flags import given_flags
 from nbaccel.options.parsing import chosen, in_our_words, what_is_unknown
 from nbaccel.options.run_options import AUTO, RunOptions
@@ -96,7 +96,7 @@ def launch(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = some_flags(_OF_CELLS, prog="nbaccel launch", description="Run SCRIPT on every device, as torchrun does.")
+    parser = _some_flags(_OF_CELLS, prog="nbaccel launch", description="Run SCRIPT on every device, as torchrun does.")
     parser.usage = "nbaccel launch [flags] SCRIPT [arguments of the script]"
     parser.epilog = f"{FILE_NAME} of the folder is followed; flags win over it. What stands behind SCRIPT is SCRIPT's."
     parser.allow_abbrev = False
@@ -394,3 +394,21 @@ def _described(devices: Devices, settings: RunSettings, threads: int, nodes: Nod
         f"{threads} CPU thread{'s' * (threads > 1)} each",
     ]
     return ", ".join(filter(None, parts))
+
+
+def _plain_formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH)
+
+
+def _some_flags(keys: Collection[str], **about: Any) -> argparse.ArgumentParser:
+    """Return a parser of the settings whose long names, without dashes, are in `keys`.
+
+    Args:
+        **about: Further arguments of `ArgumentParser`.
+    """
+    make: Callable[..., argparse.ArgumentParser] = MagicArgumentParser  # it reports mistakes by UsageError
+    parser = unabbreviated(make(formatter_class=_plain_formatter, **about))
+    for flag in SETTINGS:
+        if {name.removeprefix("--") for name in flag.args} & {*keys}:
+            flag.add_to_parser(parser, None)
+    return parser

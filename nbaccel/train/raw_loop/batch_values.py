@@ -476,7 +476,7 @@ class _Trace(TorchDispatchMode):
         """Follow an operation, and return whether that was possible."""
         try:
             self._follow(func, args, kwargs, result)
-        except Exception:  # it is the program's even so
+        except Exception:  # an operation that cannot be followed is the program's even so
             return False
         return True
 
