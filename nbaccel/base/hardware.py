@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
@@ -115,6 +116,7 @@ class Survey:
         root: Path = Path("/"),
         *,
         looks_for_gpus: bool = True,
+        measures_memory: bool = True,
         ask: Callable[[], CudaAnswer] | None = None,
     ) -> Survey:
         """Examine the machine; takes less than a millisecond, and tens of them if it looks for GPUs and finds some.
@@ -122,6 +124,8 @@ class Survey:
         Args:
             nvml: Replaces the module `pynvml`, in tests.
             root: Replaces the root of the file system.
+            looks_for_gpus: False for ranks on the CPU, of which nobody asks for GPUs or TPUs.
+            measures_memory: False leaves `ram` and `shm_bytes` as if there were none, where nobody reads them.
             ask: Replaces what asks CUDA if NVML does not answer, in tests.
         """
         env = os.environ if environ is None else environ
@@ -130,13 +134,13 @@ class Survey:
             gpus=gpus,
             driver=driver,
             cpu_count=usable_cores(root),
-            ram=usable_memory(root),
-            shm_bytes=_size(root / "dev/shm"),
+            ram=usable_memory(root) if measures_memory else MemoryInfo(0, 0),
+            shm_bytes=_size(f"{root}/dev/shm") if measures_memory else None,
             platform=Platform.detect(env, sys.modules, is_notebook_kernel()),
             system=platform.system(),
             kernel_release=platform.release(),
             cuda_environ=cuda_environ(env),
-            tpu=_tpu(env, root),
+            tpu=_tpu(env, root) if looks_for_gpus else "",
             apple_gpu=(platform.system(), platform.machine()) == ("Darwin", "arm64"),
         )
 
@@ -223,10 +227,12 @@ def _answers(nvml: Any) -> bool:
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may keep busy: its affinity mask, or the container's quota if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for group in _control_groups(root, "cpu"):
-        quota, _, period = _read(f"{group}/cpu.max").partition(" ")  # version 2: "150000 100000" or "max 100000"
-        quota = quota or _read(f"{group}/cpu.cfs_quota_us")  # version 1: -1 for no limit
-        period = period or _read(f"{group}/cpu.cfs_period_us")
+    for group, version in _control_groups(root, "cpu"):
+        if version == 2:
+            quota, _, period = _read(f"{group}/cpu.max").partition(" ")  # "150000 100000" or "max 100000"
+        else:
+            quota = _read(f"{group}/cpu.cfs_quota_us")  # -1 for no limit
+            period = _read(f"{group}/cpu.cfs_period_us") if quota.isdecimal() else ""
         if quota.isdecimal() and period.isdecimal() and int(period):
             cores = min(cores, max(1, int(quota) // int(period)))
     return cores
@@ -234,15 +240,13 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def usable_memory(root: Path = Path("/")) -> MemoryInfo:
     """Return the machine's memory, or the container's if that is less."""
-    import psutil  # 10 ms that only a survey has to pay
-
-    host = psutil.virtual_memory()
-    total, available = host.total, host.available
-    for group in _control_groups(root, "memory"):
-        limit = _read(f"{group}/memory.max") or _read(f"{group}/memory.limit_in_bytes")
-        if not limit.isdecimal() or int(limit) >= host.total:
+    host = _memory_of_the_machine(root)
+    total, available = host.total_bytes, host.available_bytes
+    for group, version in _control_groups(root, "memory"):
+        limit = _read(f"{group}/{'memory.max' if version == 2 else 'memory.limit_in_bytes'}")
+        if not limit.isdecimal() or int(limit) >= host.total_bytes:
             continue
-        used = _read(f"{group}/memory.current") or _read(f"{group}/memory.usage_in_bytes")
+        used = _read(f"{group}/{'memory.current' if version == 2 else 'memory.usage_in_bytes'}")
         if used.isdecimal():
             # File cache counts as used, yet the kernel gives it up before it refuses memory.
             free = int(limit) - int(used) + _inactive_file_bytes(group)
@@ -250,11 +254,29 @@ def usable_memory(root: Path = Path("/")) -> MemoryInfo:
     return MemoryInfo(total, available)
 
 
+_MEMINFO = re.compile(r"MemTotal: +(\d+) kB\n(?:.*\n)*?MemAvailable: +(\d+) kB")
+
+
+def _memory_of_the_machine(root: Path) -> MemoryInfo:
+    """Return all memory of the machine, by the two lines of /proc/meminfo about it; `psutil` parses fifty.
+
+    It is asked where there is no such file, or where available memory is unknown or is that of another machine: in a
+    kernel before Linux 3.14, and in containers of LXC.
+    """
+    if (found := _MEMINFO.search(_read(f"{root}/proc/meminfo"))) is not None:
+        total, available = (int(number) * 1024 for number in found.groups())
+        if 0 < available <= total:
+            return MemoryInfo(total, available)
+    import psutil  # takes 10 ms
+
+    host = psutil.virtual_memory()
+    return MemoryInfo(host.total, host.available)
+
+
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:
     """Return the number of processes killed for memory in this control group; None if that is not reported."""
-    for group in _control_groups(root, "memory"):
-        counters = _read(f"{group}/memory.events") or _read(f"{group}/memory.oom_control")  # version 2, version 1
-        for line in counters.splitlines():
+    for group, version in _control_groups(root, "memory"):
+        for line in _read(f"{group}/{'memory.events' if version == 2 else 'memory.oom_control'}").splitlines():
             name, _, count = line.partition(" ")
             if name == "oom_kill" and count.isdecimal():
                 return int(count)
@@ -264,11 +286,11 @@ def out_of_memory_kills(root: Path = Path("/")) -> int | None:
 _LARGEST = 1 << 16
 
 
-def _control_groups(root: Path, controller: str) -> Iterator[str]:
-    """Yield the directories whose limits apply to this process, innermost first; cgroup version 1 or 2.
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[str, int]]:
+    """Yield the directories whose limits apply to this process, innermost first, each with its cgroup version, 1 or 2.
 
-    They are strings, as `_read` takes them: every launch reads some twenty of these files, and a `Path` costs more than
-    a file.
+    They are strings, as `_read` takes them: every launch reads some ten of these files, and a `Path` costs more than a
+    file.
     """
     for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -276,7 +298,8 @@ def _control_groups(root: Path, controller: str) -> Iterator[str]:
             continue
         top = os.path.join(root, "sys/fs/cgroup", *([controller] if controllers else []))
         names = [name for name in path.split("/") if name]
-        yield from ("/".join([top, *names[:depth]]) for depth in range(len(names), -1, -1))
+        version = 1 if controllers else 2
+        yield from (("/".join([top, *names[:depth]]), version) for depth in range(len(names), -1, -1))
 
 
 def _inactive_file_bytes(group: str) -> int:
@@ -298,7 +321,7 @@ def _read(path: str) -> str:
         os.close(number)
 
 
-def _size(directory: Path) -> int | None:
+def _size(directory: str) -> int | None:
     try:
         status = os.statvfs(directory)
     except OSError:

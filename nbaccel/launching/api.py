@@ -149,7 +149,9 @@ def launch(
         nodes=nodes,
         node_timeout=node_timeout_s,
     )
-    survey, task = Survey.take(looks_for_gpus=not cpu), FunctionTask(function, args, kwargs)
+    # What becomes of the memory is asked when the ranks begin (`OomKillWatch`).
+    survey = Survey.take(looks_for_gpus=not cpu, measures_memory=False)
+    task = FunctionTask(function, args, kwargs)
     if nodes is None:
         plan = replace(planned(options, task, survey), own=options, words=ARGUMENTS)
         spec = plan.spec(task, setup, wants_results=True)

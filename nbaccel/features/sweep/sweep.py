@@ -282,7 +282,7 @@ def line_on_copies(plan: LaunchPlan, slots: int, task: Task, survey: Survey, hel
 
 def own_bytes() -> int:
     """Return the resident memory of this process."""
-    import psutil  # takes 10 ms, which the survey has paid
+    import psutil  # takes 10 ms
 
     return int(psutil.Process().memory_info().rss)
 
