@@ -225,6 +225,7 @@ class Launcher:
             method,
             kernel_pidfd=self.resources.kernel_pidfd,
             guard=self.resources.guard,
+            folder=self.resources.new_run_folder(),
         )
 
     def _method(self, spec: LaunchSpec) -> StartMethod:
@@ -369,24 +370,25 @@ class LauncherResources:
         self._line: socket.socket | None = None
         self._zygote: Zygote | None = None
         self._folder: str | None = None
-        self._runs = 0
+        self._runs = self._groups = 0
         self.lasting: list[Lasting] = []
         atexit.register(self.close)
 
-    def guard(self, line: str) -> None:
-        """Send a line to the reaper, starting it if needed; see `reaper._Watch.learn` for the possible lines."""
-        if line.startswith("-"):
-            self._guarded.discard(line[1:] if line.startswith(("-/", "-!")) else f"+{line[1:]}")
-        else:
-            if line.startswith("="):
-                self._guarded = {said for said in self._guarded if not said.startswith("=")}
-            self._guarded.add(line)
+    def guard(self, *lines: str) -> None:
+        """Send lines to the reaper, starting it if needed; see `reaper._Watch.learn` for the possible lines."""
+        for line in lines:
+            if line.startswith("-"):
+                self._guarded.discard(line[1:] if line.startswith(("-/", "-!")) else f"+{line[1:]}")
+            else:
+                if line.startswith("="):
+                    self._guarded = {said for said in self._guarded if not said.startswith("=")}
+                self._guarded.add(line)
         if self._reaper is None or self._reaper.poll() is not None:
             self._start_reaper()
-            line = "\n".join(self._guarded)  # repeat to the new one what the dead one was told
+            lines = tuple(self._guarded)  # repeat to the new one what the dead one was told
         assert self._line is not None
         with contextlib.suppress(BrokenPipeError):
-            self._line.sendall(line.encode() + b"\n")
+            self._line.sendall("".join(f"{line}\n" for line in lines).encode())
 
     def zygote(self) -> Zygote:
         """Return the zygote; start one if there is none, or none that fits the installed torch."""
@@ -400,11 +402,21 @@ class LauncherResources:
 
     def new_log(self) -> str:
         """Return the path of the next run's log; the folder is removed with the process."""
+        self._runs += 1
+        return os.path.join(self._own_folder(), f"run-{self._runs}.log")
+
+    def new_run_folder(self) -> str:
+        """Make a folder for ranks that meet there; a reaper that knows of the folder of logs need not hear of it."""
+        self._groups += 1
+        path = os.path.join(self._own_folder(), f"ranks-{self._groups}")
+        os.mkdir(path, 0o700)
+        return path
+
+    def _own_folder(self) -> str:
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix=LOG_FOLDER)  # mode 0700
             self.guard(self._folder)
-        self._runs += 1
-        return os.path.join(self._folder, f"run-{self._runs}.log")
+        return self._folder
 
     def helpers(self) -> dict[int, str]:
         """Return the purpose of each process that was started, by process id."""

@@ -201,6 +201,11 @@ class LiveBars:
         self._rows[rank, stream] = [_COLOURS.sub("", row)[:_WIDEST] for row in rows]
 
     @property
+    def are_there(self) -> bool:
+        """Return whether a bar is running."""
+        return bool(self._rows)
+
+    @property
     def are_of_one_rank(self) -> bool:
         """Return whether one rank alone has drawn bars so far, as where the bars of other ranks are hidden."""
         return len(self._ranks) == 1

@@ -11,13 +11,12 @@ Reasons: docs/design/screen.md
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
-import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
@@ -78,10 +77,11 @@ class OutputRouter:
     ) -> None:
         shown = [rank for rank in range(world_size) if shown_ranks is None or rank in shown_ranks]
         self._readers = {rank: {stream: LineReader() for stream in _STREAMS} for rank in shown}
+        self._all_readers = [(rank, *each) for rank, readers in self._readers.items() for each in readers.items()]
         self._first = shown[0] if shown else None  # the rank whose rich output is shown
         self._log = RunLog(log)
         self._merger = LineMerger(shown, self._note, match=len(shown) == world_size)
-        self._displays = Displays(f"nbaccel-{uuid.uuid4().hex[:12]}")
+        self._displays = Displays(f"nbaccel-{os.urandom(6).hex()}")
         self._excerpt = Excerpt(kept_bytes)
         self._taken = 0  # lines of the shown ranks
         self._bars = LiveBars()
@@ -148,23 +148,22 @@ class OutputRouter:
     def tick(self) -> None:
         """Emit what is due."""
         now = self._clock()
-        for rank, stream, reader in self._all_readers():
+        for rank, stream, reader in self._all_readers:
             if lines := reader.settle(now):
                 self._push(rank, stream, lines, now)
                 self._want_bar(rank, stream)
         self._take_partial(now, older_than_s=_PARTIAL_S)
-        self._release(now)
         self._flush_log()
         self._painter.paint(now)
 
     def due_in(self) -> float | None:
         """Return the seconds until `tick` has something to do; None when nothing is pending."""
         now = self._clock()
-        times = [self._painter.due, *(reader.settle_due for _, _, reader in self._all_readers())]
+        times = [self._painter.due, *[reader.settle_due for _, _, reader in self._all_readers]]
         if (lines_due := self._merger.due()) is not None:
             times.append(max(lines_due, self._budget.ready_at(now)))
         elif self._passes_partial_text:
-            times += [reader.partial_due(_PARTIAL_S) for _, _, reader in self._all_readers()]
+            times += [reader.partial_due(_PARTIAL_S) for _, _, reader in self._all_readers]
         return min((max(0.0, at - now) for at in times if at is not None), default=None)
 
     def close(self) -> None:
@@ -184,11 +183,6 @@ class OutputRouter:
     def _passes_partial_text(self) -> bool:
         """Return whether text without its newline may be shown; with several ranks it would break their lines."""
         return len(self._readers) == 1
-
-    def _all_readers(self) -> Iterator[tuple[int, str, LineReader]]:
-        for rank, readers in self._readers.items():
-            for stream, reader in readers.items():
-                yield rank, stream, reader
 
     def _finish_bars(self, rank: int, stream: str, now: float) -> None:
         """Push the bars that `rank` had finished when it printed a line to `stream`, which comes below them."""
@@ -211,7 +205,7 @@ class OutputRouter:
         self._release(now)
         if not self._passes_partial_text or self._merger.due() is not None:
             return
-        for _, stream, reader in self._all_readers():
+        for _, stream, reader in self._all_readers:
             if text := reader.take_partial(now, older_than_s):
                 self._painter.add(stream, text.decode(errors="replace"))
 
@@ -219,6 +213,9 @@ class OutputRouter:
         self._bars.note(rank, stream, self._readers[rank][stream].bars)
         if self._screen.has_room_for_bars:
             self._screen.show_bars(self._bars.rows())
+            return
+        if not self._bars.are_there:
+            self._painter.want("", "")
             return
         columns = shutil.get_terminal_size((_COLUMNS, 24)).columns - 1
         self._painter.want(self._bars_on or self._bars.stream, self._bars.line(columns))
@@ -440,8 +437,10 @@ class RunLog:
 
     def flush(self) -> None:
         if self._file is not None:
-            with self._giving_up():
+            try:
                 self._file.flush()
+            except OSError as error:
+                self._give_up(error)
 
     def take_trouble(self) -> str:
         """Return the error that ended the log, once; empty if there is none."""
@@ -451,16 +450,14 @@ class RunLog:
     def _write_lines(self, rank: int, lines: bytes) -> None:
         if self._file is not None:
             prefix = b"[rank %d] " % rank
-            with self._giving_up():
+            try:
                 self._file.write(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
+            except OSError as error:
+                self._give_up(error)
 
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """End the log, not the run, on an error such as a full disk."""
-        try:
-            yield
-        except OSError as error:
-            self._file, self._trouble = None, str(error)
+    def _give_up(self, error: OSError) -> None:
+        """End the log, not the run, after an error such as a full disk."""
+        self._file, self._trouble = None, str(error)
 
 
 KEPT_BYTES = 180_000

@@ -297,13 +297,10 @@ def test_debug_launcher_runs_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_folder_in_which_ranks_meet_goes_with_them(
-    fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_the_folder_in_which_ranks_meet_goes_with_them(fails: bool, launcher: Launcher) -> None:
     met = launch(lambda: 1 / 0 if fails else os.environ.get("MASTER_PORT"), 2, start_method="fork", check=False)
     assert (met.error is not None) == fails
-    assert not list(tmp_path.glob("nbaccel-run-*"))
+    assert not list(Path(launcher.resources.new_log()).parent.glob("ranks-*"))
 
 
 class BusyUntil(ConsoleScreen):

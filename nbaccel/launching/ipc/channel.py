@@ -34,6 +34,9 @@ Frame = tuple[dict[str, Any], list[int]]
 _HEAD = struct.Struct("!II")  # bytes of JSON, descriptors
 _MAX_FDS = 64
 _CHUNK = 1 << 18
+_RIGHTS_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+# Numbers: to combine the flags of `socket` takes longer than to read. macOS lacks one, and has no ranks.
+_AT_ONCE, _CLOSES_ON_EXEC = int(socket.MSG_DONTWAIT), int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class Channel:
@@ -84,8 +87,8 @@ class Channel:
         data = memoryview(_HEAD.pack(len(body), len(fds)) + body)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with self._sending:
-            sent = self._socket.sendmsg([data], rights)
-            self._socket.sendall(data[sent:])
+            if (sent := self._socket.sendmsg([data], rights)) < len(data):
+                self._socket.sendall(data[sent:])
 
     def receive(self, timeout_s: float | None = None) -> Frame | None:
         """Wait for the next frame; None when the other side is gone.
@@ -102,7 +105,7 @@ class Channel:
 
     def drain(self) -> Iterator[Frame]:
         """Yield every frame that has arrived, without waiting; `is_open` becomes False at the end of the stream."""
-        while self._read(socket.MSG_DONTWAIT):
+        while self._read(_AT_ONCE):
             pass
         while (frame := self._next()) is not None:
             yield frame
@@ -122,9 +125,7 @@ class Channel:
         if not self.is_open:
             return False
         try:
-            data, rights, _, _ = self._socket.recvmsg(
-                _CHUNK, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize), flags | socket.MSG_CMSG_CLOEXEC
-            )
+            data, rights, _, _ = self._socket.recvmsg(_CHUNK, _RIGHTS_BYTES, flags | _CLOSES_ON_EXEC)
         except BlockingIOError:
             return False
         except ConnectionResetError:

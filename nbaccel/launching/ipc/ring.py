@@ -133,22 +133,22 @@ class RingWriter:
 
 
 class RingReader:
-    """The kernel's end.
+    """The kernel's end. It reads the memory as a file: most runs report little, and a mapped page costs a fault.
 
     Attributes:
         lost: Slots that were overwritten before they were read, or never written; a short record is one slot.
     """
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
-        self._slots = len(self._map) // _SLOT_BYTES
+        self._fd = os.dup(fd)
+        self._slots = os.fstat(fd).st_size // _SLOT_BYTES
         self._next = 1
         self._missed_at = 0  # the number that an earlier read found missing
         self._parts: list[bytes] = []
         self.lost = 0
 
     def close(self) -> None:
-        self._map.close()
+        os.close(self._fd)
 
     def read(self, is_last: bool = False) -> Iterator[Record]:
         """Yield the records that have come since, oldest first; at most as many as fit, so that this ends.
@@ -170,26 +170,28 @@ class RingReader:
 
     def _take(self, most: int) -> list[_Slot]:
         """Return copies of the available slots, in a row from the next one on; the rank may overwrite the slots."""
-        first, start = self._next, self._next % self._slots
-        count = self._in_a_row(_LAST_NUMBER, first, min(most, self._slots - start))
-        block = self._map[start * _SLOT_BYTES : (start + count) * _SLOT_BYTES]
-        count = self._in_a_row(_FIRST_NUMBER, first, count)  # fewer: the rank has wrapped around during the copy
+        first = self._next
+        count = min(most, self._slots - first % self._slots)
+        count = self._in_a_row(_LAST_NUMBER, first, self._copied(first, count))
+        if count == 0:
+            return []  # most often
+        block = self._copied(first, count)
+        count = self._in_a_row(_FIRST_NUMBER, first, self._copied(first, count))  # fewer: the rank has wrapped around
         self._next += count
         return list(itertools.islice(_SLOT.iter_unpack(block), count))
 
-    def _in_a_row(self, layout: struct.Struct, first: int, count: int) -> int:
-        """Return how many slots from `first` on hold their own number; at most `count`, which must not wrap around."""
-        if count == 0 or layout.unpack_from(self._map, first % self._slots * _SLOT_BYTES)[0] != first:
-            return 0  # most often: no copy for that
-        numbers = layout.iter_unpack(self._copied(first, count))
-        return next((row for row, (number,) in enumerate(numbers) if number != first + row), count)
+    @staticmethod
+    def _in_a_row(layout: struct.Struct, first: int, block: bytes) -> int:
+        """Return how many of the slots in `block`, which begins with that of `first`, hold their own number."""
+        numbers = layout.iter_unpack(block)
+        return next((row for row, (number,) in enumerate(numbers) if number != first + row), len(block) // _SLOT_BYTES)
 
     def _copied(self, first: int, count: int) -> bytes:
         start = first % self._slots
-        end = start + min(count, self._slots)
-        block = self._map[start * _SLOT_BYTES : end * _SLOT_BYTES]
-        if end > self._slots:
-            block += self._map[: (end - self._slots) * _SLOT_BYTES]
+        here = min(count, self._slots - start)
+        block = os.pread(self._fd, here * _SLOT_BYTES, start * _SLOT_BYTES)
+        if (rest := min(count, self._slots) - here) > 0:
+            block += os.pread(self._fd, rest * _SLOT_BYTES, 0)
         return block
 
     def _gave_up_one(self, is_last: bool) -> bool:
@@ -230,4 +232,4 @@ class RingReader:
         return any(number == later for later, (number,) in enumerate(numbers, first))
 
     def _number_at(self, number: int) -> int:
-        return int(_NUMBER.unpack_from(self._map, number % self._slots * _SLOT_BYTES)[0])
+        return int(_NUMBER.unpack(os.pread(self._fd, _NUMBER.size, number % self._slots * _SLOT_BYTES))[0])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from nbaccel.base import events
@@ -19,9 +18,9 @@ from nbaccel.launching.ipc.ring import Record, RingReader, RingWriter, make_ring
 
 __all__ = [
     "LOSS",
-    "RecordReader",
     "Rings",
     "Telemetry",
+    "read_event",
     "write_event",
     "write_loss",
 ]
@@ -71,7 +70,6 @@ class Telemetry:
         self._listeners = list(listeners)
         self._notice = notice
         self._told_lost = {rank: ring.lost for rank, ring in enumerate(rings)}  # by earlier runs
-        self._records = RecordReader()
         self._due = 0.0
 
     def due_in(self, now: float) -> float:
@@ -86,9 +84,7 @@ class Telemetry:
 
     def tell(self, rank: int, now: float, event: Event) -> None:
         """Tell the listeners of an event that the kernel itself reports about `rank`."""
-        for listener in list(self._listeners):
-            with self._without_harm(listener):
-                listener.feed(rank, now, event)
+        self._feed(rank, [(now, event)])
 
     def renew(self, rank: int) -> None:
         """Begin with the new ring of `rank`, whose old one was read to its end."""
@@ -105,31 +101,35 @@ class Telemetry:
             events: list[tuple[float, Event]] = [
                 (record.at, event)
                 for record in ring.read(is_last or rank in ended)
-                if (event := self._records.event(record)) is not None
+                if (event := read_event(record)) is not None
             ]
             if ring.lost > self._told_lost.get(rank, 0):
                 self._told_lost[rank] = ring.lost
                 events.append((now, RecordsLost(ring.lost)))
-            for listener in list(self._listeners):
-                with self._without_harm(listener):
-                    feed = listener.feed
-                    for at, event in events:
-                        feed(rank, at, event)
+            if events:
+                self._feed(rank, events)
         for listener in list(self._listeners):
-            with self._without_harm(listener):
+            try:
                 listener.tick(now)
+            except Exception as error:
+                self._dismiss(listener, error)
 
-    @contextmanager
-    def _without_harm(self, listener: Listener) -> Iterator[None]:
+    def _feed(self, rank: int, events: Sequence[tuple[float, Event]]) -> None:
+        for listener in list(self._listeners):
+            try:
+                feed = listener.feed
+                for at, event in events:
+                    feed(rank, at, event)
+            except Exception as error:
+                self._dismiss(listener, error)
+
+    def _dismiss(self, listener: Listener, error: Exception) -> None:
         """Report an error in a listener once; the listener gets no more events."""
-        try:
-            yield
-        except Exception as error:
-            self._listeners.remove(listener)
-            self._notice(
-                f"{type(listener).__name__} failed and is off for the rest of this run, which goes on "
-                f"({type(error).__name__}: {error})"
-            )
+        self._listeners.remove(listener)
+        self._notice(
+            f"{type(listener).__name__} failed and is off for the rest of this run, which goes on "
+            f"({type(error).__name__}: {error})"
+        )
 
 
 _JSON, LOSS = range(2)
@@ -151,7 +151,7 @@ def write_event(ring: RingWriter, event: Event, at: float | None = None) -> None
         >>> fd = make_ring()
         >>> writer, reader = RingWriter(fd), RingReader(fd)
         >>> write_event(writer, events.Phase("fold 2"))
-        >>> [RecordReader().event(record) for record in reader.read()]
+        >>> [read_event(record) for record in reader.read()]
         [Phase(name='fold 2')]
         >>> writer.close(); reader.close(); os.close(fd)
     """
@@ -174,21 +174,15 @@ def _plain(value: Any) -> Any:
         return str(value)[:200]
 
 
-class RecordReader:
-    """Turns records back into events, in the kernel."""
+_KINDS = {kind.__name__: kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)}
 
-    def __init__(self) -> None:
-        kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]
-        self._kinds = {kind.__name__: kind for kind in kinds}
 
-    def event(self, record: Record) -> Event | None:
-        """Return the event, its sequences as tuples; None for a record that is no event of this version."""
-        if record.kind == LOSS:
-            return Loss(record.value, record.step)
-        try:
-            name, fields = json.loads(record.text)
-            return self._kinds[name](
-                **{key: tuple(field) if type(field) is list else field for key, field in fields.items()}
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
+def read_event(record: Record) -> Event | None:
+    """Turn a record back into an event, its sequences as tuples; None if it is no event of this version."""
+    if record.kind == LOSS:
+        return Loss(record.value, record.step)
+    try:
+        name, fields = json.loads(record.text)
+        return _KINDS[name](**{key: tuple(field) if type(field) is list else field for key, field in fields.items()})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,7 +37,8 @@ class WorkerGroup:
         spec: The run for which they are started.
         method: The way they are started.
         kernel_pidfd: The descriptor by which they notice the end of the kernel.
-        guard: Sends a line to the reaper, see `reaper._Watch.learn`.
+        guard: Sends lines to the reaper, see `reaper._Watch.learn`.
+        folder: The empty folder in which the ranks meet; the group removes it.
     """
 
     def __init__(
@@ -48,14 +47,15 @@ class WorkerGroup:
         method: StartMethod,
         *,
         kernel_pidfd: int,
-        guard: Callable[[str], None],
+        guard: Callable[..., None],
+        folder: str,
     ) -> None:
         self.members: list[WorkerHandle] = []
         self.pipes: list[MarkedPipe] = []
         self.page = ControlPage.create(spec.world_size)
         self.rings = Rings()
         self.guard = guard
-        self.folder = tempfile.mkdtemp(prefix="nbaccel-run-")  # mode 0700
+        self.folder = folder
         self.store_path = os.path.join(self.folder, "store")
         self.nodes = spec.devices.nodes
         self._spec = spec
@@ -63,10 +63,9 @@ class WorkerGroup:
         self._watching: list[int] = []
         self._method = method
         self._kernel_pidfd = kernel_pidfd
-        self._nonce = secrets.token_hex(6)
-        self._launch_id = secrets.token_hex(8)
+        self._nonce = os.urandom(6).hex()
+        self._launch_id = os.urandom(8).hex()
         self._port = _free_port()
-        guard(self.folder)
 
     @property
     def world_size(self) -> int:
@@ -129,9 +128,9 @@ class WorkerGroup:
         finally:
             for own in ends.values():
                 own.close_theirs()
+        self.guard(*(f"+{process.pid}" for process in processes))
         started = []
         for (rank, own), process in zip(ends.items(), processes, strict=True):
-            self.guard(f"+{process.pid}")
             pipes = [
                 MarkedPipe(own.out_fd, rank, "stdout", self._nonce),
                 MarkedPipe(own.err_fd, rank, "stderr", self._nonce),
@@ -212,7 +211,8 @@ class WorkerGroup:
             kill_session(*leaders, wait_s=5.0)
         for process in alive:
             process.reap()
-            self.guard(f"-{process.pid}")
+        if leaders:
+            self.guard(*(f"-{pid}" for pid in leaders))
         for member in wanted:
             remove_segments(member.segments)
             member.segments.clear()
@@ -240,8 +240,7 @@ class WorkerGroup:
         self._method.close()
         self.rings.close()
         self.page.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.guard(f"-{self.folder}")
+        _remove(self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +281,24 @@ class RankEnds:
             os.close(fd)
 
 
+def _remove(folder: str) -> None:
+    """Remove a folder of files, or one with folders of a program's, which takes three times as long to look for."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _free_port() -> int:
     """Return a port without a listener, for programs that read MASTER_PORT; nbaccel's own ranks meet in a file."""
-    with socket.socket() as probe:
+    probe = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM)  # the class in C: it does less
+    try:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+    finally:
+        probe.close()
 
 
 _NOT_FILES = ("/dev/", "/proc/", "/memfd:", "/sys/")

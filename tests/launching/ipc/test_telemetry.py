@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from nbaccel.base import events
 from nbaccel.base.events import Event, Loss, Memory, Metric, Phase, Progress
 from nbaccel.launching.ipc.ring import RingReader, RingWriter, make_ring
-from nbaccel.launching.ipc.telemetry import RecordReader, write_event, write_loss
+from nbaccel.launching.ipc.telemetry import read_event, write_event, write_loss
 from nbaccel.launching.rank.reporter import Reporter
 
 
@@ -27,7 +27,7 @@ class _Wire:
         os.close(fd)
 
     def arrived(self) -> list[Event | None]:
-        return [RecordReader().event(record) for record in self.reader.read(is_last=True)]
+        return [read_event(record) for record in self.reader.read(is_last=True)]
 
     def close(self) -> None:
         self.writer.close()

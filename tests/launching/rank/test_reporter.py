@@ -15,7 +15,7 @@ import torch
 
 from nbaccel.base.events import Loss, Memory, Metric
 from nbaccel.launching.ipc.ring import RingReader, RingWriter, make_ring
-from nbaccel.launching.ipc.telemetry import RecordReader
+from nbaccel.launching.ipc.telemetry import read_event
 from nbaccel.launching.rank import reporter as under_test
 from nbaccel.launching.rank.reporter import MemoryMeter, Reporter
 
@@ -33,8 +33,7 @@ class Rank:
     def heard(self, *kinds: type) -> list[Any]:
         """What was reported since the last time, of `kinds`."""
         self.reporter.flush()
-        reader = RecordReader()
-        return [event for record in self._reader.read() if isinstance(event := reader.event(record), kinds)]
+        return [event for record in self._reader.read() if isinstance(event := read_event(record), kinds)]
 
     def close(self) -> None:
         self.reporter.close()
