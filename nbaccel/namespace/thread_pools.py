@@ -40,7 +40,9 @@ def threads_a_fork_lacks(values: Callable[[], Mapping[str, Any]]) -> str | None:
     libraries = {name for name in (*_BY_NAME, "numba", "fsspec") if name in sys.modules}
     if not libraries:
         return None
-    names = set(_names_of_threads())
+    names = {thread.name for thread in threading.enumerate()}
+    if "polars" in libraries:
+        names |= set(_names_of_tasks())
     running = [name for name in _BY_NAME if name in libraries and any(map(_starts(_BY_NAME[name]), names))]
     if "numba" in libraries and _numba_has_threads():
         running.append("numba")
@@ -57,8 +59,8 @@ def _starts(beginnings: tuple[str, ...]) -> Callable[[str], bool]:
     return lambda name: name.startswith(beginnings)
 
 
-def _names_of_threads() -> Iterator[str]:
-    yield from (thread.name for thread in threading.enumerate())
+def _names_of_tasks() -> Iterator[str]:
+    """Yield the names that the system has of all threads, also of those that are not Python's."""
     with suppress(OSError):
         for task in os.listdir("/proc/self/task"):
             with suppress(OSError), open(f"/proc/self/task/{task}/comm", encoding="utf-8", errors="replace") as name:

@@ -144,7 +144,8 @@ class ForkStart:
         # A child of a thread that has run OpenMP waits for its pool:
         # https://github.com/pytorch/pytorch/issues/58962.
         # A collection between two forks would copy the pages of all that it looks at.
-        with quiet_tokenizers(), CallingThread.kept_local_values(), no_collections():
+        quiet = quiet_tokenizers() if "tokenizers" in sys.modules else contextlib.nullcontext()
+        with quiet, CallingThread.kept_local_values(), no_collections():
             thread = threading.Thread(target=caller.context.run, args=(fork_all,), name="nbaccel-fork")
             thread.start()
             thread.join()
@@ -297,7 +298,8 @@ def _flush_open_files(others: Sequence[Any]) -> None:
         others: Those that no name of the notebook has.
     """
     for value in [*vars(sys.modules["__main__"]).values(), *others]:
-        if issubclass(type(value), io.IOBase) and type(value).__module__ in ("_io", "io"):
+        kind = type(value)
+        if kind is io.TextIOWrapper or kind is io.BufferedWriter or kind is io.BufferedRandom:  # `FileIO` has no buffer
             with contextlib.suppress(Exception):  # closed, maybe only what is below, or not writable any more
                 if value.writable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
                     value.flush()
@@ -307,23 +309,26 @@ def _flush_open_files(others: Sequence[Any]) -> None:
 @contextlib.contextmanager
 def quiet_tokenizers() -> Iterator[None]:
     """Silence the tokenizers library's needless warning in every forked process, unless the user has set it."""
-    name = "TOKENIZERS_PARALLELISM"
-    if name in os.environ:
+    if _OF_TOKENIZERS in os.environ:
         yield
         return
-    os.environ[name] = "false"
+    os.environ[_OF_TOKENIZERS] = "false"
     try:
         yield
     finally:
-        del os.environ[name]
+        del os.environ[_OF_TOKENIZERS]
+
+
+_OF_TOKENIZERS = "TOKENIZERS_PARALLELISM"
 
 
 def _tokenizers_in_one_thread() -> dict[str, str]:
     """Return the variable by which fast tokenizers compute in one thread: a fork has none of those in the notebook.
 
-    They read it at each call. The user may have told them to use several.
+    They read it at each call. The user may have told them to use several, which holds if a rank loads them anew.
     """
-    return {"TOKENIZERS_PARALLELISM": "false"} if "tokenizers" in sys.modules else {}
+    is_to_be_set = "tokenizers" in sys.modules or _OF_TOKENIZERS not in os.environ
+    return {_OF_TOKENIZERS: "false"} if is_to_be_set else {}
 
 
 _WORD = ctypes.sizeof(ctypes.c_size_t)
