@@ -121,33 +121,17 @@ class History:
         self._first: int | None = None  # steps that the program had done when its first attempt began
         self._points = _MOST_POINTS
         self._speed_due_s = 0.0
-        self._take: dict[type[Event], Callable[[int, float, Any], None]] = {
-            Checkpoint: self._take_checkpoint,
-            ExchangeTime: self._take_exchange_time,
-            ItemsDone: self._take_items,
-            Loss: self._take_loss,
-            Memory: self._take_memory,
-            Metric: self._take_metric,
-            OutOfMemory: self._take_out_of_memory,
-            Phase: self._take_phase,
-            Progress: self._take_progress,
-            RankRestarted: self._take_rank_restarted,
-            RecordsLost: self._take_lost,
-            Restarted: self._take_restarted,
-            TrainingMode: self._take_mode,
-            Resumed: self._take_resumed,
-        }
 
     # --- feeding -----------------------------------------------------------------------------------------------
 
     def feed(self, rank: int, at: float, event: Event) -> None:
         """Take the `event` that happened in `rank` at `at`; each rank's in their order. Unknown kinds are ignored."""
-        take = self._take.get(type(event))
+        take = _TAKE.get(type(event))
         if take is not None:
             at_s = at - self._began_at
             if at_s > self.seconds:
                 self.seconds = at_s
-            take(rank, at_s, event)
+            take(self, rank, at_s, event)
 
     def tick(self, now: float) -> None:
         """Do nothing: a history shows nothing."""
@@ -289,10 +273,9 @@ class History:
     def thinned(self) -> History:
         """Return the history of a run that is over, in some 250 kB at most: coarser curves, fewer rows.
 
-        It takes no further events.
+        It takes no further events: it shares what is short with this one.
         """
         thin = copy.copy(self)
-        thin._take = {}
         tracks = sum(len(series.last) for phase in self.phases for series in phase.series.values())
         points = min(_THIN_POINTS, max(_FEWEST_POINTS, _ALL_THIN_POINTS // max(1, tracks)))
         thin.phases = [phase.thinned(points) for phase in self.phases]
@@ -440,6 +423,24 @@ class History:
     def __repr__(self) -> str:
         curves = ", ".join(f"{name} {number(series.latest)}" for name, series in self.phase.series.items())
         return f"<History: {plural(self.steps, 'step')}, {plural(self.world_size, 'rank')}; {curves or 'no curves'}>"
+
+
+_TAKE: dict[type[Event], Callable[[History, int, float, Any], None]] = {
+    Checkpoint: History._take_checkpoint,
+    ExchangeTime: History._take_exchange_time,
+    ItemsDone: History._take_items,
+    Loss: History._take_loss,
+    Memory: History._take_memory,
+    Metric: History._take_metric,
+    OutOfMemory: History._take_out_of_memory,
+    Phase: History._take_phase,
+    Progress: History._take_progress,
+    RankRestarted: History._take_rank_restarted,
+    RecordsLost: History._take_lost,
+    Restarted: History._take_restarted,
+    TrainingMode: History._take_mode,
+    Resumed: History._take_resumed,
+}
 
 
 def _curve(series: Series) -> dict[str, Any]:

@@ -181,15 +181,16 @@ def launch(
     return run
 
 
-_USUAL = RunOptions(start="auto", oom=STOP)
+_USUAL = {field.name: getattr(RunOptions(start="auto", oom=STOP), field.name) for field in fields(RunOptions)}
+"""Choices of a call of `launch` that chooses nothing."""
 
 
 def _origin(options: RunOptions) -> RunOrigin:
     """Return the arguments of `launch` that are not its defaults, in the words of the call."""
     given = {
-        field.name: value
-        for field in fields(options)
-        if (value := getattr(options, field.name)) not in (None, getattr(_USUAL, field.name))
+        name: value
+        for name, usual in _USUAL.items()
+        if (value := getattr(options, name)) is not None and value != usual
     }
     words = ", ".join(f"{ARGUMENTS.get(name, name)}={value!r}" for name, value in given.items())
     return RunOrigin(words, {ARGUMENTS.get(name, name): str(value) for name, value in given.items()}, options.seed)

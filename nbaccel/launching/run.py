@@ -123,10 +123,6 @@ class Run:
     goes_on_from: int = 0
     runs: list[Run] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.state is None:
-            self.state = self._ended()
-
     @property
     def value(self) -> Any:
         """Return the value of rank 0; for a cell the value of its last expression."""

@@ -116,7 +116,7 @@ class Channel:
         size, count = _HEAD.unpack_from(self._buffer)
         if len(self._buffer) < _HEAD.size + size:
             return None
-        message = json.loads(bytes(self._buffer[_HEAD.size : _HEAD.size + size]))
+        message = json.loads(self._buffer[_HEAD.size : _HEAD.size + size].decode())
         del self._buffer[: _HEAD.size + size]
         return message, [self._fds.popleft() for _ in range(count)]
 

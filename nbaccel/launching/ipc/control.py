@@ -234,7 +234,8 @@ class ControlPage:
 
         It changes while the rank makes progress.
         """
-        return self.collectives(rank), self.read(rank).entered
+        at = (_HEADER + rank * _SLOT) // 8  # the position entered is the first number there
+        return self.words[at + _COLLECTIVES_AT // 8] >> MARK_BITS, self.words[at]
 
     def renew(self, rank: int) -> None:
         """Clear the place of `rank`, whose process is dead, for a new process of it; kernel side."""
@@ -301,8 +302,12 @@ class ControlPage:
 
     def time_limits(self) -> list[tuple[float, float]]:
         """Return the limits that ranks have set: the end of each, in `time.monotonic()`, and its duration."""
-        slots = (_HEADER + rank * _SLOT + _TIME_LIMIT_AT for rank in range(self.world_size))
-        return [limit for where in slots if all(limit := _TIME_LIMIT.unpack_from(self._map, where))]
+        limits = []
+        for rank in range(self.world_size):
+            at = (_HEADER + rank * _SLOT + _TIME_LIMIT_AT) // 8
+            if (end := self.seconds[at]) and (duration := self.seconds[at + 1]):
+                limits.append((end, duration))
+        return limits
 
     def finished_before(self, collective: int) -> list[int]:
         """Return the ranks that have done their work, and have entered fewer than `collective` collectives."""

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 __all__ = [
     "kill_session",
@@ -30,6 +30,8 @@ __all__ = [
 
 _LOOK_S = 0.1
 _SHM = "/dev/shm"
+_STAT_BYTES = 4096
+"""More than the line of /proc/PID/stat has: fifty numbers and a name."""
 
 
 def session_members(leaders: Iterable[int]) -> set[int]:
@@ -38,14 +40,14 @@ def session_members(leaders: Iterable[int]) -> set[int]:
     Descendants are searched too because a child that started its own session left that of its rank.
     """
     wanted = set(leaders)
-    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    entries = [entry for entry in os.listdir("/proc") if entry.isdigit()]
     # Most often nothing is left. Then nobody can descend from it either, and the parents of all the processes that a
     # machine has, which take twenty times as long to ask for as their sessions, need not be known.
-    if not any(_may_be_of(wanted, pid) and _parent_and_session(pid) for pid in pids):
+    if not (any(map(_parent_and_session, wanted)) or _are_others_in(wanted, entries)):
         return set()
     parents: dict[int, int] = {}
     members: set[int] = set()
-    for pid in pids:
+    for pid in map(int, entries):
         if (ties := _parent_and_session(pid)) is None:
             continue
         parents[pid], session = ties
@@ -61,10 +63,24 @@ def session_members(leaders: Iterable[int]) -> set[int]:
     return members
 
 
+def _are_others_in(sessions: set[int], entries: Sequence[str]) -> bool:
+    """Return whether a live process other than their leaders is in one of `sessions`.
+
+    Args:
+        entries: The numbers of all processes.
+    """
+    leaders = {str(pid) for pid in sessions}
+    others = [entry for entry in entries if entry not in leaders]
+    with contextlib.suppress(OSError):
+        if sessions.isdisjoint(map(os.getsid, map(int, others))):
+            return False
+    return any(_may_be_of(sessions, pid) and _parent_and_session(pid) for pid in map(int, others))
+
+
 def _may_be_of(sessions: Collection[int], pid: int) -> bool:
-    """Return whether the process leads one of `sessions` or is in one. It may have ended, if it is not reaped yet."""
+    """Return whether the process is in one of `sessions`. It may have ended, if it is not reaped yet."""
     try:
-        return pid in sessions or os.getsid(pid) in sessions
+        return os.getsid(pid) in sessions
     except ProcessLookupError:
         return False
     except OSError:  # no permission to ask: its entry in /proc may still say it
@@ -74,10 +90,15 @@ def _may_be_of(sessions: Collection[int], pid: int) -> bool:
 def _parent_and_session(pid: int) -> tuple[int, int] | None:
     """Return the parent and the session of a live process; None for one that has ended, reaped or not."""
     try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        state, parent, _, session = os.read(file, _STAT_BYTES).rpartition(b")")[2].split(maxsplit=4)[:4]
+    except OSError:
+        return None
+    finally:
+        os.close(file)
     return None if state in (b"Z", b"X") else (int(parent), int(session))
 
 

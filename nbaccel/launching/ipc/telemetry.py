@@ -72,6 +72,10 @@ class Telemetry:
         self._told_lost = {rank: ring.lost for rank, ring in enumerate(rings)}  # by earlier runs
         self._due = 0.0
 
+    def begin(self, now: float) -> None:
+        """Have the first round after half a second, since ranks that have just been started have reported nothing."""
+        self._due = now + TICK_S
+
     def due_in(self, now: float) -> float:
         """Return the seconds until the next round of reading."""
         return max(0.0, self._due - now)

@@ -54,11 +54,10 @@ class HangWatch:
     def tick(self, now: float) -> Hang | None:
         """Check the ranks; return the hang that is to end the run, if there is one."""
         beats = [self._page.beat(member.rank) for member in self._members]
-        working = [member for member in self._members if member.is_working]
         gone = [member.rank for member in self._members if not member.is_working]
         calls = [self._page.calls(member.rank) for member in self._members]  # apart: fewer of them are no one's fault
         # One that came to its end had been working.
-        if beats != self._beats or calls != self._calls or gone != self._gone or not working:
+        if beats != self._beats or calls != self._calls or gone != self._gone or len(gone) == len(beats):
             self._beats, self._calls, self._gone, self._since = beats, calls, gone, now
             self._standstill = None
             return None

@@ -91,8 +91,10 @@ class TimeLimits:
     @property
     def program(self) -> ProgramLimit | None:
         """Return the earliest limit that the program has set, if any."""
-        told = [ProgramLimit(*limit) for limit in self._page.time_limits()]
-        return min([*told, *([] if self._earlier is None else [self._earlier])], default=None, key=lambda each: each.at)
+        if not (limits := self._page.time_limits()):
+            return self._earlier
+        told = [ProgramLimit(*limit) for limit in limits]
+        return min([*told, *([] if self._earlier is None else [self._earlier])], key=lambda each: each.at)
 
     @property
     def ends_at(self) -> float | None:

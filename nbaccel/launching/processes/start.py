@@ -186,10 +186,11 @@ class _Inherited:
     @classmethod
     def now(cls, boots: Sequence[WorkerBoot], close_fds: Sequence[int], collects: bool) -> _Inherited:
         """Find it. Called in the thread that forks."""
+        own = {*close_fds, *(getattr(boot, name) for boot in boots for name in WorkerBoot.FDS)}
         return cls(
             boots,
             close_fds,
-            Connections.find(kernel_ports()),
+            Connections.find(kernel_ports(), own),
             MainThread.find(),
             random.getstate(),
             threads_of_the_notebook(),

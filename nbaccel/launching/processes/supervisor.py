@@ -142,6 +142,7 @@ class Supervisor:
             self._fds = [self._selector.fileno(), *self._interrupts.fds]
             if begin is None:
                 self._worker_group.start(self._fds)
+                self._telemetry.begin(time.monotonic())
             else:
                 begin(self._fds)
             self._watch(range(len(self._members)))

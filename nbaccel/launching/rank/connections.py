@@ -14,6 +14,7 @@ import errno
 import gc
 import os
 import socket
+import stat
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -43,26 +44,27 @@ class Connections:
     of_kernel: tuple[int, ...] = ()
 
     @classmethod
-    def find(cls, ports: Collection[int]) -> Connections:
+    def find(cls, ports: Collection[int], own: Collection[int] = ()) -> Connections:
         """Find the connections of this process, the kernel.
 
         Args:
             ports: Ports at which the kernel serves its front end.
+            own: Descriptors of the run, which are none of these.
 
         Returns:
             The connections that are open now.
         """
         families: dict[int, int] = {}
         of_kernel: list[int] = []
-        for entry in os.listdir("/proc/self/fd"):
+        for number in {*map(int, os.listdir("/proc/self/fd"))}.difference(own):
             with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                    found = socket.SocketType(fileno=int(entry))  # the fast class in C: a kernel has dozens of sockets
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    found = socket.SocketType(fileno=number)  # the fast class in C: a kernel has dozens of sockets
                     try:
                         if is_of_the_kernel(found, ports):
-                            of_kernel.append(int(entry))
+                            of_kernel.append(number)
                         elif _is_connection(found):
-                            families[int(entry)] = found.family
+                            families[number] = found.family
                     finally:
                         found.detach()
         kind = getattr(sys.modules.get("ssl"), "SSLSocket", None)
