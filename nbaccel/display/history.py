@@ -273,8 +273,11 @@ class History:
     def thinned(self) -> History:
         """Return the history of a run that is over, in some 250 kB at most: coarser curves, fewer rows.
 
-        It takes no further events: it shares what is short with this one.
+        It takes no further events. That of a run so short that nothing would become coarser is this one itself.
         """
+        kept = [self.memory_bytes, self.speed, *(series for phase in self.phases for series in phase.curves)]
+        if not self.rows and all(series.longest <= _FEWEST_POINTS for series in kept):
+            return self
         thin = copy.copy(self)
         tracks = sum(len(series.last) for phase in self.phases for series in phase.series.values())
         points = min(_THIN_POINTS, max(_FEWEST_POINTS, _ALL_THIN_POINTS // max(1, tracks)))

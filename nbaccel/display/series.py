@@ -234,7 +234,7 @@ class Series:
                 self._halve()
 
     def _halve(self) -> None:
-        while self._longest > self.capacity:
+        while self.longest > self.capacity:
             self._shift += 1
             for track in self._tracks.values():
                 track.merge(self._shift)
@@ -258,7 +258,7 @@ class Series:
         copy = Series(most)
         copy.last, copy.newest, copy.not_finite = dict(self.last), dict(self.newest), dict(self.not_finite)
         copy._shift = self._shift
-        if self._longest > most:
+        if self.longest > most:
             spans = [track.span() for track in self._tracks.values()]
             first, last = min(first for first, _ in spans), max(last for _, last in spans)
             while (last >> copy._shift) - (first >> copy._shift) >= most:
@@ -288,7 +288,7 @@ class Series:
         return series
 
     @property
-    def _longest(self) -> int:
+    def longest(self) -> int:
         return max(map(len, self._tracks.values()), default=0)
 
     @property

@@ -305,7 +305,8 @@ def load_once(
     modules = [*warm, *(each.partition(":")[0] for each in named)]
     # of these choices the modules are not known here
     asks = settings is not None and (settings.strategy is not None or settings.changes_loops)
-    is_loaded = not asks and all(module in sys.modules for module in (*modules, *what_meets_loaded_libraries()))
+    of_libraries = what_meets_loaded_libraries()
+    is_loaded = not asks and all(module in sys.modules for module in (*modules, *of_libraries))
 
     def load() -> None:
         if not is_loaded:
@@ -314,7 +315,7 @@ def load_once(
             loaded = importlib.import_module(module)
             if settings is not None and (load_for_ranks := getattr(loaded, "load_for_ranks", None)) is not None:
                 load_for_ranks(settings, world_size)
-        for module in what_meets_loaded_libraries():  # now that torch is, which loads some
+        for module in of_libraries if is_loaded else what_meets_loaded_libraries():  # now torch is, which loads some
             with contextlib.suppress(ModuleNotFoundError):  # a folder of features is not there: the ranks say so
                 importlib.import_module(module)
         for each in named:

@@ -5,6 +5,7 @@ Pure data and pictures of it; in the kernel. What draws is imported when a pictu
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -272,7 +273,7 @@ def record_of(
     size = len(ended.reports)
     return Run(
         [None] * size,
-        History(size),
+        _unseen(size),
         error,
         start.method,
         start.reason,
@@ -281,6 +282,12 @@ def record_of(
         list(restarts),
         checkpoint=checkpoint,
     )
+
+
+@functools.cache
+def _unseen(size: int) -> History:
+    """Return the history of a run until it is `seen`: an empty one, which nothing feeds."""
+    return History(size)
 
 
 def seen(run: Run, shown: RunView) -> None:

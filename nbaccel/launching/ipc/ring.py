@@ -156,10 +156,11 @@ class RingReader:
         Args:
             is_last: No process writes any more; missing records will not come.
         """
-        taken = 0
+        taken, most = 0, _SLOTS_OF_A_LOOK
         while taken < self._slots:
-            slots = self._take(_SLOTS_PER_COPY if taken else _SLOTS_OF_A_LOOK)
+            slots = self._take(most)
             taken += len(slots)
+            most = _SLOTS_PER_COPY if len(slots) == most else _SLOTS_OF_A_LOOK
             for _, at, step, value, kind, size, part, after, text, _ in slots:
                 if not part and not after:
                     yield Record(at, kind, step, value, text[:size])
@@ -228,7 +229,10 @@ class RingReader:
         They are read in one piece: most often there is none, and a short run would spend more on asking for each than
         on reading all its records.
         """
-        numbers = _FIRST_NUMBER.iter_unpack(self._copied(first, count))
+        block = self._copied(first, count)
+        if not block.strip(b"\0"):  # nothing was ever written there
+            return False
+        numbers = _FIRST_NUMBER.iter_unpack(block)
         return any(number == later for later, (number,) in enumerate(numbers, first))
 
     def _number_at(self, number: int) -> int:

@@ -102,17 +102,19 @@ class Interrupts:
             except BaseException as error:
                 self.end_by(error)
 
-        previous = signal.signal(signal.SIGINT, interrupt)
+        previous = _handle(signal.SIGINT, interrupt)
         try:
             with _replaced(others, call):
                 yield
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
+            _handle(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
 
 
 _OTHER_SIGNALS = tuple(signal.valid_signals() - {signal.SIGINT, signal.SIGTERM})
-_handler_of = getattr(signal, "_signal", signal).getsignal
-"""The function in C: `signal`'s own looks for a name of each of sixty handlers, which takes forty times as long."""
+_in_c = getattr(signal, "_signal", signal)
+"""The functions in C: those of `signal` look for a name of each handler, which takes forty times as long for sixty."""
+
+_handler_of, _handle = _in_c.getsignal, _in_c.signal
 
 
 def _handlers() -> dict[int, Callable[[int, Any], Any]]:
@@ -170,7 +172,7 @@ def stopped_before_termination(saves_itself: Callable[[], bool]) -> Iterator[Non
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.getsignal(signal.SIGTERM)
+    previous = _handler_of(signal.SIGTERM)
     has_come = False
 
     def end(number: int, frame: Any) -> None:
@@ -185,11 +187,11 @@ def stopped_before_termination(saves_itself: Callable[[], bool]) -> Iterator[Non
         signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, end)
+    _handle(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        _handle(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
         if has_come:
             pass_on()
 
