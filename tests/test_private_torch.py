@@ -237,7 +237,7 @@ OTHERS = {
         _notempty
         _option_string_actions _parent_pid _popen _posixsubprocess _processes _python_exit _recv_bytes
         _register_atexit _registered_with_atexit _registry _replace _resource_tracker _rlock
-        _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _start_new_thread
+        _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _signal _start_new_thread
         _start_thread _state _struct _target _threading_atexits _threads_queues _threads_wakeups _waiters
         _warnings_showwarning _weakref _work_queue""",
     "IPython, ipykernel, pyzmq, ipywidgets": """

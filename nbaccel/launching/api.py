@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import fields, replace
 from operator import attrgetter, index
+from types import FunctionType
 from typing import Any
 
 from nbaccel.base.hardware import Survey
@@ -378,6 +379,8 @@ def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         )
     if not isinstance(args, tuple | list):
         raise TypeError(f"args must be a tuple, got {type(args).__name__}; for one argument write args=({args!r},)")
+    if _surely_fits(function, args, kwargs):
+        return
     with contextlib.suppress(ValueError):  # some builtins have no signature to check against
         try:
             inspect.signature(function).bind(*args, **kwargs)
@@ -387,3 +390,18 @@ def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
                 f"{name}{inspect.signature(function)} cannot be called with args={tuple(args)!r}: {error}. "
                 "Nothing was started."
             ) from None
+
+
+def _surely_fits(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a plain function takes these arguments, all by position: `inspect` describes each parameter.
+
+    Example:
+        >>> _surely_fits(lambda a, b=2: a, (1,), {}), _surely_fits(lambda a, b=2: a, (), {})
+        (True, False)
+    """
+    # `inspect` would look for the function that one with attributes stands for.
+    if type(function) is not FunctionType or kwargs or function.__dict__:
+        return False
+    code = function.__code__
+    least, takes_more = code.co_argcount - len(function.__defaults__ or ()), code.co_flags & inspect.CO_VARARGS
+    return not code.co_kwonlyargcount and least <= len(args) and bool(takes_more or len(args) <= code.co_argcount)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.display.history import History
 from nbaccel.display.run_view import RunView
 from nbaccel.display.series import Line
-from nbaccel.display.summary import RunFacts, RunState, line, text
+from nbaccel.display.summary import RUNNING, RunFacts, RunState, line, text
 from nbaccel.errors import FeatureMissing
 from nbaccel.features import feature
 from nbaccel.launching.ipc.spec import Start
@@ -123,6 +123,10 @@ class Run:
     number: int = 0
     goes_on_from: int = 0
     runs: list[Run] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.state is None:
+            self.state = self._ended()
 
     @property
     def value(self) -> Any:
@@ -281,6 +285,7 @@ def record_of(
         ended.seconds,
         list(restarts),
         checkpoint=checkpoint,
+        state=RUNNING,  # until it is `seen`
     )
 
 
