@@ -127,6 +127,10 @@ class RankPosition:
         return self.entered // _SUBSTEPS
 
 
+_NOWHERE = RankPosition(-1, -1, 0.0, 0.0, parked=False, in_step=False)
+"""The position of a rank that has entered nothing yet."""
+
+
 class ControlPage:
     """The shared page. The kernel creates it; ranks map it by its descriptor.
 
@@ -157,7 +161,8 @@ class ControlPage:
         fd = os.memfd_create("nbaccel-control", os.MFD_CLOEXEC)
         os.ftruncate(fd, _HEADER + _SLOT * world_size)
         page = cls(fd, world_size)
-        page.begin()
+        for rank in range(world_size):
+            page.write(rank, _NOWHERE)
         return page
 
     def begin(self, excluded_ranks: Sequence[int] = ()) -> None:
@@ -171,7 +176,7 @@ class ControlPage:
         self._map[:] = bytes(len(self._map))
         self.saves_itself, self.is_cut, self.spans_nodes = saves_itself, is_cut, spans_nodes
         for rank in range(self.world_size):
-            self.write(rank, RankPosition(-1, -1, 0.0, 0.0, parked=False, in_step=False))
+            self.write(rank, _NOWHERE)
         for rank in excluded_ranks:
             self.finish(rank)
 
@@ -241,7 +246,7 @@ class ControlPage:
         """Clear the place of `rank`, whose process is dead, for a new process of it; kernel side."""
         start = _HEADER + rank * _SLOT
         self._map[start : start + _SLOT] = bytes(_SLOT)
-        self.write(rank, RankPosition(-1, -1, 0.0, 0.0, parked=False, in_step=False))
+        self.write(rank, _NOWHERE)
 
     def finish(self, rank: int) -> None:
         """Mark that `rank` has done its work: it will enter no more collectives."""

@@ -186,7 +186,7 @@ def read_event(record: Record) -> Event | None:
     if record.kind == LOSS:
         return Loss(record.value, record.step)
     try:
-        name, fields = json.loads(record.text)
+        name, fields = json.loads(record.text.decode())
         return _KINDS[name](**{key: tuple(field) if type(field) is list else field for key, field in fields.items()})
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

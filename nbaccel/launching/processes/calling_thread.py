@@ -80,9 +80,12 @@ class CallingThread:
             del kept
 
 
+_thread_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
+"""Made once: each makes a class."""
+
+
 def _values_of_this_thread() -> dict[Any, Any]:
-    thread_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
-    found: dict[Any, Any] = ctypes.cast(thread_dict(), ctypes.py_object).value
+    found: dict[Any, Any] = ctypes.cast(_thread_dict(), ctypes.py_object).value
     return found
 
 
