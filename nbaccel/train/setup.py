@@ -23,9 +23,8 @@ from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.strategies import strategy_class
 
 if TYPE_CHECKING:
-    from nbaccel.train.raw_loop.changed_loop import ChangedLoop
     from nbaccel.train.raw_loop.changes_by_flags import LoopChange
-    from nbaccel.train.raw_loop.single_rank import SingleRankWatch
+    from nbaccel.train.raw_loop.lone_loop import LoneLoop
 
 __all__ = ["load_for_ranks", "loop_changes", "setup_rank"]
 
@@ -57,16 +56,14 @@ def load_for_ranks(settings: RunSettings, world_size: int) -> None:
     if world_size == 1:
         importlib.import_module("nbaccel.train.raw_loop.single_rank")
     if settings.changes_loops:
-        importlib.import_module("nbaccel.train.raw_loop.changed_loop")
+        importlib.import_module("nbaccel.train.raw_loop.lone_loop")
     with suppress(Exception):  # the ranks meet it again
         loop_changes(settings)
     with suppress(Exception):
         strategy_class(World(0, world_size, 0, world_size), settings.strategy)
 
 
-def setup_rank(
-    namespace: dict[str, Any] | None, binds_accelerator: bool = True
-) -> RawLoopTraining | SingleRankWatch | ChangedLoop | None:
+def setup_rank(namespace: dict[str, Any] | None, binds_accelerator: bool = True) -> RawLoopTraining | LoneLoop | None:
     """Seed this rank's generators, and give a cell its `accelerator`, process group included. Collective then.
 
     Return the object that trains loops that prepare nothing, or watches them where there is one rank; None where they
@@ -90,9 +87,9 @@ def setup_rank(
     if settings.independent or settings.strict:
         if not (changes and settings.independent):
             return None
-        from nbaccel.train.raw_loop.changed_loop import ChangedLoop  # see `load_for_ranks`
+        from nbaccel.train.raw_loop.lone_loop import LoneLoop  # see `load_for_ranks`
 
-        return ChangedLoop(changes, world)
+        return LoneLoop(changes, world.is_main_process)
     if world.is_distributed:
         return RawLoopTraining(world, settings, changes)
     from nbaccel.train.raw_loop.single_rank import SingleRankWatch  # see `load_for_ranks`

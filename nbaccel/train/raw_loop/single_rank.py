@@ -6,10 +6,8 @@ run stop between two steps, and explain why its batches are not cut if memory ru
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,18 +19,11 @@ from nbaccel.train.checkpoint.serialization import pack, unpack
 from nbaccel.train.distributed.callers import lasting_place
 from nbaccel.train.raw_loop.changes_by_flags import LoopChange, runs_in_trainer
 from nbaccel.train.raw_loop.deferred_calls import StepCounter
-from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
-from nbaccel.train.raw_loop.hooks import Hooks
-from nbaccel.train.raw_loop.loader_pass import LONE_PASS, LoaderPass, PassBegin, PassGauges, Place, key_of
-from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
+from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled
+from nbaccel.train.raw_loop.loader_pass import LoaderPass, PassGauge, PassGauges, PassKey
+from nbaccel.train.raw_loop.lone_loop import LoneLoop
 from nbaccel.train.raw_loop.rank_streams import idle_gpu
-from nbaccel.train.step.raw_loop_hooks import (
-    count_steps_by,
-    forget,
-    hold_loop_state,
-    when_beginning_anew,
-    when_stepping_back,
-)
+from nbaccel.train.step.raw_loop_hooks import count_steps_by, hold_loop_state, when_beginning_anew
 
 __all__ = ["SingleRankWatch"]
 
@@ -43,82 +34,42 @@ _LEFT_WHOLE = (
 )
 
 
-class SingleRankWatch:
+class SingleRankWatch(LoneLoop):
     """Watches one rank's tasks, one after the other; a launcher calls it around each.
 
     Args:
         changes: What flags change of the loop, the outermost first.
     """
 
-    needs_order = False
-    next_begin: PassBegin | None = None
-
     def __init__(self, changes: Sequence[LoopChange] = ()) -> None:
         self._steps = StepCounter(lambda: self._batches)
-        self._changes = changes
-        self._said: set[str] = set()
-        self._hooks = Hooks(self._run, self._before_step, self._after_step, changes)
-        for change in changes:
-            change.attach(self)
-        self._batches = self._backwards = 0
-        self._is_armed = False
-        self._begin()
+        super().__init__(changes)
 
-    def _begin(self) -> None:
-        self._task = object()
-        self._thread = threading.get_ident()
-        self._batches = self._backwards = 0
+    def _begin_passes(self) -> None:
+        super()._begin_passes()
+        self._backwards = 0
         self._gauges = PassGauges(lambda: self._steps.done, self._steps.rates.read)
-        self._now: LoaderPass | None = None  # the pass that the last batch came from
-        self._drawn: Any = None  # the iterator whose batch is being made
 
     # -- the task
 
     def begin(self, namespace: dict[str, Any] | None) -> None:
-        """Begin a task."""
-        self._leave()
+        super().begin(namespace)
         self._steps.begin()
-        self._begin()
-        ask(self)
-        self._said.clear()
-        watch_scalers(lambda optimizer: False, self._changes)
-        self._hooks.install()
-        self._is_armed = True
-        when_stepping_back(self._leave)
         when_beginning_anew(self._begin_anew)
         count_steps_by(lambda: self._steps.under_way)
         hold_loop_state("loop", self)
-
-    def end(self) -> None:
-        """End a task whose program has ended."""
-        self._leave()
-
-    def stop(self) -> None:
-        """End a task that ended in another way; never raises."""
-        with suppress(Exception):
-            self._leave()
 
     def keeps(self, tensors: Sequence[Any]) -> bool:
         """Return True during a task, since a single rank is equal to itself."""
         return self._is_armed
 
-    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
-        return False
-
     def note_wrapper(self) -> None:
         """Do nothing: one rank's random numbers are its own."""
-
-    @property
-    def fails_on_parts(self) -> str:
-        return ""
 
     @property
     def is_at_work(self) -> bool:
         """True if something was trained in this task."""
         return self._backwards > 0
-
-    def explain(self) -> str:
-        return ""
 
     # -- its state, see `LoopState`
 
@@ -142,45 +93,18 @@ class SingleRankWatch:
         """Begin another attempt of the program."""
         if self._is_armed:
             self._gauges.end()
-            self._begin()
+            self._begin_passes()
             self._steps.begin_anew()
             self._hooks.begin_anew()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Stop watching: the task is over, the program prepares by itself, or a trainer reports instead."""
-        if not self._is_armed:
-            return
-        self._is_armed = False
-        self._steps.end_step()
-        self._hooks.remove()
-        leave_scalers()
-        self._now = None
-        count_steps_by(None)
-        hold_loop_state("loop", None)
-        self._gauges.end()
-        forget(self._leave)
-
-    # -- for changes, see `WatchedLoop`
-
-    def say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            sys.stdout.write(f"nbaccel: {text}\n")
-            sys.stdout.flush()
-
-    def place(self) -> Place | None:
-        return None if self._now is None else self._now.gauge.place()
-
-    def is_partial(self) -> bool:
-        """Return False: batches come whole."""
-        return False
-
-    def is_averaged(self) -> bool:
-        return False
-
-    def is_shared_out(self, parameters: list[Tensor]) -> bool:
-        """Return False: there is no other rank."""
-        return False
+        if self._is_armed:
+            self._steps.end_step()
+            super().leave()
+            count_steps_by(None)
+            hold_loop_state("loop", None)
+            self._gauges.end()
 
     def note_call(self, optimizer: Optimizer) -> None:
         self._steps.meet(optimizer)
@@ -194,7 +118,7 @@ class SingleRankWatch:
             return real(outputs, *args, **kwargs)
         if self._is_of_a_trainer():
             emit(LoopEntered(None, obstacle=_OF_A_TRAINER))
-            self._leave()
+            self.leave()
             return real(outputs, *args, **kwargs)
         if self._backwards == 0:
             emit(TrainingMode(LoopKind.UNMODIFIED))
@@ -230,48 +154,17 @@ class SingleRankWatch:
     def _after_step(self, *_: Any) -> None:
         self._steps.end_step()
 
-    # -- what loaders call
+    # -- passes
 
-    def minds(self, iterator: Any) -> bool:
-        """Return whether to watch `iterator`: not within another loader's batch, nor in another thread."""
-        is_here = self._is_armed and threading.get_ident() == self._thread
-        return is_here and (self._drawn is None or self._drawn is iterator)
+    def _gauge(self, key: PassKey, iterator: Any, batches: int | None, may_train: bool) -> PassGauge:
+        return self._gauges.begin(key, iterator, batches, may_train, lasting_place())
 
-    def before(self) -> None:
-        """Do nothing: torch alone draws here."""
+    def _enter(self, this: LoaderPass) -> None:
+        super()._enter(this)
+        emit(LoopEntered(this.batch_size, obstacle=_LEFT_WHOLE))
 
-    def begin_pass(self, iterator: Any, loader: Any = None) -> LoaderPass:
-        size, may_train = batch_size_of(iterator, loader), torch.is_grad_enabled()
-        key = key_of(iterator, size, may_train)
-        gauge = self._gauges.begin(key, iterator, batches_of(iterator, loader), may_train, lasting_place())
-        this = iterator.__dict__[LONE_PASS] = LoaderPass(self._task, key, size, gauge)
-        return this
-
-    def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
-        return real(iterator)
-
-    def note_passed(self, iterator: Any) -> None:
-        """Do nothing: nothing is kept of batches that were handed out."""
-
-    def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
-        this: LoaderPass | None = iterator.__dict__.get(LONE_PASS)
-        if this is None or this.task is not self._task:
-            this = self.begin_pass(iterator)
-        if self._now is not this:
-            self._now = this
-            emit(LoopEntered(this.batch_size, obstacle=_LEFT_WHOLE))
-        self._drawn = iterator
-        try:
-            batch = real(iterator)
-        except StopIteration:
-            this.gauge.end()
-            raise
-        finally:
-            self._drawn = None
-        self._batches += 1
-        this.gauge.taken += 1
-        this.gauge.samples = this.batch_size or 0
-        return batch
+    def _end_pass(self, gauge: PassGauge) -> None:
+        gauge.end()
 
 
 def _loss_of(outputs: Any) -> Tensor | None:

@@ -290,3 +290,19 @@ def test_an_iterator_goes_on_in_the_next_task() -> None:
         assert len([*batches]) == 2
         watch.end()
     assert [each.batch for each in seen.passes] == [1, 2]
+
+
+def test_a_loader_without_a_batch_hides_no_pass_around_it() -> None:
+    model, optimizer = model_and_optimizer()
+    watch, seen, left = SingleRankWatch(), Seen(), []
+    with outlet(seen):
+        watch.begin(None)
+        for x, y in loader():
+            assert list(DataLoader(TensorDataset(torch.ones(0, 3)))) == []
+            place = watch.place()
+            left.append(None if place is None else place.left)
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        watch.stop()
+    assert left == [2, 1, 0]
+    assert [each.batch for each in seen.passes if each.is_training] == [3]
