@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from nbaccel.base.events import (
@@ -33,14 +34,16 @@ from nbaccel.base.events import (
 from nbaccel.base.task_end import finish_stopped_task, finish_task
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import RunStopped
+from nbaccel.features import named
 from nbaccel.launching.diagnosis import PostMortem
+from nbaccel.launching.ipc.import_hooks_meanwhile import when_found_meanwhile
 from nbaccel.launching.ipc.rank_part import watch_of_flags
 from nbaccel.launching.ipc.reports import StackSnapshot
 from nbaccel.launching.ipc.ring import RingWriter
 from nbaccel.launching.ipc.spec import LaunchSpec, Task, TaskWatch, set_up
 from nbaccel.launching.ipc.telemetry import Rings, Telemetry
 from nbaccel.launching.launcher import Launcher
-from nbaccel.launching.libraries.inline_meetings import foreign_trainers_report
+from nbaccel.launching.libraries import actions_of
 from nbaccel.launching.processes.keep_running import NOTICE_AFTER_S, TICK_S
 from nbaccel.launching.processes.shutdown import FINISHING, FINISHING_CALLS, finishing_s
 from nbaccel.launching.rank.reporter import Reporter
@@ -72,7 +75,7 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
     learns_mode, watching = (None, nullcontext()) if flags is None else (flags.take, flags.watching(spec.task))
     with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop, learns_mode):
         watch = set_up(spec.setup, spec.task)
-        reports = foreign_trainers_report(lambda: stop.has_acted)
+        reports = _foreign_trainers_report(lambda: stop.has_acted)
         try:
             with reports, stop.acts(), watching, _loops_changed(spec, watch):
                 spec.task.run()
@@ -81,6 +84,22 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
                 finish_stopped_task()
             raise
         finish_task()
+
+
+_INLINE = "inline runs with "
+
+
+@contextmanager
+def _foreign_trainers_report(has_stopped: Callable[[], bool]) -> Iterator[None]:
+    """Make the trainers that the block uses report, as they do in ranks.
+
+    Args:
+        has_stopped: Returns whether an interrupt of the user's has acted in the block.
+    """
+    with ExitStack() as undo:
+        asks = [(name, partial(actions_of, f"{_INLINE}{name}", undo, has_stopped, name)) for name in named(_INLINE)]
+        undo.enter_context(when_found_meanwhile(asks))
+        yield
 
 
 @contextmanager

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from nbaccel.errors import CollectiveMismatch as DistributedOperationException
-from nbaccel.train.distributed import nested_rows
-from nbaccel.train.distributed.nested import is_container, leaves, map_children
+from nbaccel.train.distributed.nested import children, is_container, leaves, map_children
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.step.precision import to_fp32
 
@@ -77,7 +76,16 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     strange = next((leaf for batch in data for leaf in leaves(batch) if not is_torch_tensor(leaf)), None)
     if len(data) > 1 and strange is not None:
         raise TypeError(f"concatenate joins tensors in any nesting of containers; in it was a {type(strange).__name__}")
-    return nested_rows.join_batches(data, dim)
+    return _joined(data, dim)
+
+
+def _joined(data: Sequence[Any], dim: int) -> Any:
+    first = data[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(data), dim) if first.ndim else first
+    parts = iter([[child for _, child in children(value)] for value in data])
+    columns = iter(list(zip(*parts, strict=True)))
+    return map_children(lambda _: _joined(next(columns), dim), first)
 
 
 def recursively_apply(

@@ -1,11 +1,13 @@
 """Models of the notebook that leave the GPUs while ranks use these (`--free-kernel`). Runs in the kernel.
 
-`kernel_freed` moves models to the host (`ModelsOnHost`). If this process has never used CUDA, it holds nothing, and
-nothing is asked.
+`kernel_freed` moves models to the host (`ModelsOnHost`), into a file (`HostFile`) where ranks find them. If this
+process has never used CUDA, it holds nothing, and nothing is asked.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +19,11 @@ from typing import Any
 from nbaccel.base.hardware import usable_memory
 from nbaccel.base.quantised import is_quantised
 from nbaccel.base.quantities import in_gb
-from nbaccel.features.free_kernel.host_file import HostFile
 from nbaccel.launching.earlier_models import places_of
 from nbaccel.launching.kernel_holdings import Unmoved
 from nbaccel.launching.processes.interaction import uninterrupted
 from nbaccel.namespace.arrays import has_plain_memory
+from nbaccel.namespace.payload import aligned, write_all
 from nbaccel.namespace.tensor_devices import InFile, away_from, storage_on
 from nbaccel.namespace.wrappers import plain
 
@@ -398,3 +400,39 @@ def _tensors_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors_in(each)
+
+
+class HostFile:
+    """Memory of the host in a file without a name, for objects that ranks need and this process keeps.
+
+    A payload does not copy what is in it: ranks map the file, and so does this process, each copy-on-write. So what any
+    of them writes later is not in the file, and this process packs no such object that it has changed since.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("nbaccel-host", os.MFD_CLOEXEC)
+        self._places: list[tuple[int, int]] = []
+        self._end = 0
+
+    def add(self, storage: Any) -> None:
+        """Write the bytes of a storage of the host."""
+        torch: Any = sys.modules["torch"]
+        with memoryview(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()) as source:
+            offset = aligned(self._end, source.nbytes)
+            write_all(self._fd, source, offset)
+            self._places.append((offset, source.nbytes))
+            self._end = offset + source.nbytes
+
+    def storages(self) -> list[tuple[Any, InFile]]:
+        """Return a storage of this process for each that was added, and its place in the file."""
+        torch: Any = sys.modules["torch"]
+        mapping = mmap.mmap(self._fd, self._end, access=mmap.ACCESS_COPY)
+        flat = [
+            torch.frombuffer(mapping, dtype=torch.uint8, offset=offset, count=nbytes) for offset, nbytes in self._places
+        ]
+        places = [InFile(self._fd, offset, self._end, os.getpid()) for offset, _ in self._places]
+        return [(each.untyped_storage(), place) for each, place in zip(flat, places, strict=True)]
+
+    def close(self) -> None:
+        """Close the file; what was mapped stays."""
+        os.close(self._fd)

@@ -98,6 +98,8 @@ def test_tensors_are_sliced_and_become_lists() -> None:
 def test_batches_are_joined_along_the_samples() -> None:
     joined = concatenate([{"x": torch.ones(1, 2)}, {"x": torch.zeros(2, 2)}])
     assert joined["x"].tolist() == [[1, 1], [0, 0], [0, 0]]
+    nested = concatenate([(torch.arange(2), [torch.arange(1)]), (torch.arange(3), [torch.arange(2)])])
+    assert [nested[0].tolist(), nested[1][0].tolist()] == [[0, 1, 0, 1, 2], [0, 0, 1]]
     assert concatenate([{"name": "a"}]) == {"name": "a"}
 
 

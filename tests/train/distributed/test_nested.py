@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nbaccel.train.distributed.nested import map_children
-from nbaccel.train.distributed.nested_rows import count_rows, join_batches
 
 Pair = namedtuple("Pair", "left right")
 
@@ -72,22 +71,3 @@ def test_a_mapping_with_a_constructor_of_its_own_keeps_its_type() -> None:
 @pytest.mark.parametrize("value", [3, "text", None, SimpleNamespace(x=1), torch.Size([2])])
 def test_what_is_no_container_comes_back_itself(value: Any) -> None:
     assert map_children(lambda x: x, value) == value
-
-
-def test_rows_are_counted_and_joined_in_any_nesting() -> None:
-    batch = {"x": torch.arange(6).view(3, 2), "more": (torch.arange(3), [torch.arange(3, 6)])}
-    assert count_rows(batch) == 3
-    first, rest = (_part(batch, rows) for rows in (slice(1), slice(1, 3)))
-    joined = join_batches([first, rest])
-    assert torch.equal(joined["x"], batch["x"])
-    assert torch.equal(joined["more"][0], batch["more"][0])
-    assert torch.equal(joined["more"][1][0], batch["more"][1][0])
-
-
-def _part(value: Any, rows: slice) -> Any:
-    return value[rows] if isinstance(value, torch.Tensor) else map_children(lambda each: _part(each, rows), value)
-
-
-def test_without_a_tensor_there_are_no_rows_to_count() -> None:
-    assert count_rows({"names": ["a"]}) is None
-    assert count_rows(torch.ones(())) is None

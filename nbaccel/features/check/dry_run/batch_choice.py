@@ -19,7 +19,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any, Self
 
+from torch import Tensor
+
 from nbaccel.base.values import frozen
+from nbaccel.train.distributed.nested import leaves
 
 __all__ = [
     "BETWEEN",
@@ -29,6 +32,7 @@ __all__ = [
     "ChosenBatches",
     "ItemLengths",
     "choose",
+    "count_rows",
     "size_of_item",
 ]
 
@@ -221,6 +225,13 @@ def _spread(count: int) -> Iterator[int]:
     """Yield 0 to `count` - 1, the last one first, so that any beginning of them is spread evenly."""
     step = next((each for each in range(max(1, int(count * _GOLDEN)), count) if math.gcd(each, count) == 1), 1)
     return ((count - 1 + number * step) % count for number in range(count))
+
+
+def count_rows(value: Any) -> int | None:
+    """Return the first dimension of the first tensor in `value`; None without one. Of a batch that is a guess, to be
+    shown only: a `CountedBatch` knows how many samples it has.
+    """
+    return next((each.shape[0] for each in leaves(value) if isinstance(each, Tensor) and each.ndim), None)
 
 
 def size_of_item(item: Any) -> int:

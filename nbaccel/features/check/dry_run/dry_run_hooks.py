@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nbaccel.base.settings import EACH, RunSettings
+from nbaccel.features.check.dry_run.batch_choice import count_rows
 from nbaccel.features.check.dry_run.decisions import SharedDecisions
 from nbaccel.features.check.dry_run.function_hooks import FunctionHooks
 from nbaccel.features.check.dry_run.loader_cuts import LoaderCuts
@@ -32,7 +33,6 @@ from nbaccel.train.data.dispatch import DispatchSource
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.sources import Source, StreamSource
 from nbaccel.train.distributed.callers import users_frames
-from nbaccel.train.distributed.nested_rows import count_rows
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.distributed.transport import Transport

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from nbaccel.errors import CannotSplit
+from nbaccel.features.check.dry_run.batch_choice import count_rows
 from nbaccel.features.check.dry_run.function_hooks import FunctionHooks
 from nbaccel.features.check.dry_run.loop_log import DryRunEnded
 from nbaccel.features.clean_start.torch_flags import TorchFlags
@@ -36,7 +37,6 @@ from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.prepare_loader import LoaderChoice
 from nbaccel.train.data.sources import Source
 from nbaccel.train.distributed.counted_batch import CountedBatch
-from nbaccel.train.distributed.nested_rows import count_rows
 
 __all__ = ["GradientProbe", "plain_arithmetic"]
 

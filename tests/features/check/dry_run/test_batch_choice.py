@@ -17,6 +17,7 @@ from nbaccel.features.check.dry_run.batch_choice import (
     ChosenBatches,
     ItemLengths,
     choose,
+    count_rows,
     size_of_item,
 )
 
@@ -167,3 +168,9 @@ def test_random_states_are_those_of_before() -> None:
 )
 def test_the_size_of_an_item(item: Any, size: int) -> None:
     assert size_of_item(item) == size
+
+
+def test_rows_are_those_of_the_first_tensor_that_has_any() -> None:
+    assert count_rows({"x": (torch.ones(()), [torch.ones(3, 2)]), "y": torch.ones(4)}) == 3
+    assert count_rows({"names": ["a"]}) is None
+    assert count_rows(torch.ones(())) is None

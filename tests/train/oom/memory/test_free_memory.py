@@ -12,8 +12,7 @@ import torch
 
 import nbaccel
 from nbaccel import Accelerator
-from nbaccel.testing import Faults, MemLimit, run_ranks
-from nbaccel.train.oom.memory.failed_frames import forget_frames
+from nbaccel.testing import run_ranks
 from nbaccel.train.oom.memory.free_memory import Freed, bytes_in_use, free, free_memory, release_memory
 from nbaccel.train.oom.memory.holdings import Holding
 from nbaccel.train.oom.memory.release import empty_caches
@@ -131,34 +130,6 @@ def test_a_report_is_one_line() -> None:
     assert str(Freed({}, {})) == "no name holds a tensor"
     many = Freed({}, {}, tuple(Holding(f"x{size}", size * 1000) for size in range(9, 0, -1)))
     assert str(many) == "held by x9 9 kB, x8 8 kB, x7 7 kB, x6 6 kB, x5 5 kB, x4 4 kB, 3 more names 6 kB"
-
-
-def step(model: torch.nn.Module, batch: torch.Tensor) -> None:
-    hidden = model(batch)
-    copies = [hidden * number for number in range(10)]
-    torch.stack(copies).exp().sum().backward()
-
-
-@pytest.mark.parametrize("point", ["forward", "output", "backward", "a limit"])
-def test_criterion_30_bytes_are_back_at_the_baseline_after_20_failures(point: str) -> None:
-    model, batch = torch.nn.Linear(10, 10), torch.ones(1000, 10)
-    faults = Faults().oom_at(point, times=20)
-    with MemLimit() as limit:
-        limit.count(model, batch)
-        baseline = limit.live_bytes
-        step(model, batch)
-        assert limit.peak_bytes > 10 * baseline
-        model.zero_grad(set_to_none=True)
-        limit.limit_bytes = 5 * baseline if point == "a limit" else None
-        for _ in range(20):
-            with faults, faults.in_model(model):
-                try:
-                    step(model, batch)
-                except torch.OutOfMemoryError as error:
-                    failed = error
-            forget_frames(failed)
-            assert limit.live_bytes == baseline, "without a garbage collection"
-            assert failed.__traceback__ is not None
 
 
 def test_memory_is_freed_on_every_rank_and_holds_no_collective() -> None:
