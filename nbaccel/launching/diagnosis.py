@@ -51,6 +51,7 @@ class FailedRun:
         """Return how the run starts again after `attempt`; None if it is over.
 
         The results of an attempt whose error will not be shown are released, and the memory of its ranks waited for.
+        What the next one needs beyond this one, such as what cuts batches, is loaded.
         """
         decision = self._smaller.after(attempt)
         if isinstance(decision, GiveUp) and not decision.report:
@@ -61,6 +62,7 @@ class FailedRun:
         if attempt is not self._whole.failed:
             attempt.ended.close()
             wait_for_memory(attempt.spec.devices.gpus, attempt.ended, lambda: Survey.take().gpus)
+        decision.spec.load_for_ranks()
         return decision
 
     def end(self, last: LaunchAttempt) -> tuple[LaunchAttempt, BaseException | None]:

@@ -293,11 +293,11 @@ class Lifecycle:
 
     def _open_gate(self) -> None:
         """Set how batches reach the loops in this run, also for loaders that were prepared before it."""
-        context, parts = self.context, RunSettings.from_env().split
-        if parts is None or parts == 1:
+        context, parts = self.context, RunSettings.from_env().split or 1
+        if parts == 1:
             context.accumulation.gate = WholeBatches(context.prepared, context.strategy)
         else:
-            from nbaccel.train.oom.split_batches import SplitBatches  # a run that starts again in parts needs it
+            from nbaccel.train.oom.split_batches import SplitBatches  # see `setup.load_for_ranks`
 
             context.accumulation.gate = SplitBatches(context.prepared, context.strategy, parts)
 

@@ -39,7 +39,6 @@ _AT_FIRST_USE = (
     "nbaccel.train.data.unprepared",
     "nbaccel.train.distributed.shared_messages",
     "nbaccel.train.oom.memory.free_memory",
-    "nbaccel.train.oom.split_batches",
     "nbaccel.train.prepare.unaveraged",
     "nbaccel.train.step.recompute",
     "nbaccel.train.strategies.replicated",
@@ -57,6 +56,8 @@ def load_for_ranks(settings: RunSettings, world_size: int) -> None:
         importlib.import_module("nbaccel.train.raw_loop.single_rank")
     if settings.changes_loops:
         importlib.import_module("nbaccel.train.raw_loop.lone_loop")
+    if (settings.split or 1) > 1:
+        importlib.import_module("nbaccel.train.oom.split_batches")
     with suppress(Exception):  # the ranks meet it again
         loop_changes(settings)
     with suppress(Exception):

@@ -473,6 +473,13 @@ class LaunchSpec:
         setup = [] if self.setup is None else [self.setup]
         return [*setup, *(name for name, _ in self.parts), *self.task.named_objects()]
 
+    def load_for_ranks(self) -> None:
+        """Load what ranks with these settings need of the modules of `named_objects`, before they are forked."""
+        for name in self.named_objects:
+            module = importlib.import_module(name.partition(":")[0])
+            if (load := getattr(module, "load_for_ranks", None)) is not None:
+                load(self.settings, self.world_size)
+
     @property
     def watches_flags(self) -> bool:
         """Return whether ranks may have to say that a flag has no effect; of those that stay, each task has its own."""

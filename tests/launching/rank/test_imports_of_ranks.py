@@ -63,6 +63,7 @@ RAW = MAKE + STEPS.format(epochs=1, backward="loss.backward()")
 PREPARED = MAKE + PREPARE + STEPS.format(epochs=1, backward="accelerator.backward(loss)")
 ENDLESS = MAKE + PREPARE + STEPS.format(epochs=10**9, backward="accelerator.backward(loss)")
 SAVING = 'from nbaccel import Accelerator\naccelerator = Accelerator({}checkpoint_every=10**9, checkpoint_dir="{}")\n'
+HALVED = "if len(x) > 2: raise torch.OutOfMemoryError('CUDA out of memory.')"
 TOO_LARGE = 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")'
 
 SAVES = """
@@ -93,6 +94,10 @@ CELLS = {
     "sharded models": ("--strategy fsdp", PREPARED),
     "an error": ("", f"{PREPARED}raise ValueError"),
     "out of memory": ("", RAW.replace("optimizer.step()", TOO_LARGE)),
+    "a prepared training that goes on in parts": (
+        "",
+        PREPARED.replace("optimizer.zero", f"{HALVED}\n        optimizer.zero"),
+    ),
     "a time limit": ("", SAVING.format("time_limit=0.2, ", "limited") + ENDLESS),
     "a stop": (
         "",
@@ -121,3 +126,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[st
 def test_a_rank_imports_no_module_of_ours(imported: dict[str, list[list[str]]], cell: str) -> None:
     assert len(imported[cell]) >= (1 if "-n 1" in CELLS[cell][0] else 2)
     assert not any(imported[cell])
+
+
+def test_a_run_started_again_has_ranks_of_two_attempts(imported: dict[str, list[list[str]]]) -> None:
+    assert len(imported["a prepared training that goes on in parts"]) == 4
