@@ -22,7 +22,7 @@ from nbaccel.train.data.counting import counting
 from nbaccel.train.data.order import SharedOrder, begin_workers_anew, tell_epoch
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import NOTHING, StreamShard, unshared
-from nbaccel.train.data.sources import Rest, Source, begun, drawn_again, rebuilt
+from nbaccel.train.data.sources import Rest, SourceOfShard, begun, drawn_again, rebuilt
 from nbaccel.train.distributed.transport import Transport, host_transport
 
 __all__ = ["DispatchSource", "SliceFunction"]
@@ -36,7 +36,7 @@ _ALIGNMENT = 16
 """Bytes; at least any element's size, so that a tensor can be a view of the received bytes."""
 
 
-class DispatchSource(Source):
+class DispatchSource(SourceOfShard):
     """A source of the batches of rank 0's loader.
 
     In rounds of one batch per rank, rank r gets batches r, r + n, ...; with `split` every batch is cut into n equal
@@ -50,6 +50,8 @@ class DispatchSource(Source):
         keeps_on_host: The batches are wanted on the CPU. They also arrive there where the group sends from host to
             host.
     """
+
+    shard: _RoundShard
 
     def __init__(
         self,
@@ -76,14 +78,6 @@ class DispatchSource(Source):
         self._rest = None if order is None else Rest(order)
         self._read = counting(loader if self._rest is None else rebuilt(loader, self._rest))
         self.shard = _RoundShard(self._read, self.states, world, slice_function, even=even, split=split)
-
-    @property
-    def stride(self) -> int:  # type: ignore[override]
-        return self.shard.stride
-
-    @property
-    def is_split(self) -> bool:  # type: ignore[override]
-        return self.shard.split
 
     @property
     def seed(self) -> int | None:

@@ -30,13 +30,14 @@ from nbaccel.train.data.order import (
 )
 from nbaccel.train.data.pieces import in_pieces, iterated_in_pieces
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
-from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead, unshared
+from nbaccel.train.data.shard import BatchShard, Shard, StreamShard, look_ahead, unshared
 
 __all__ = [
     "DealtSource",
     "IndexSource",
     "Rest",
     "Source",
+    "SourceOfShard",
     "StreamSource",
     "begun",
     "drawn_again",
@@ -187,7 +188,29 @@ class DealtSource(Source):
         return count_down(self.states.noted_singly(batches), lengths[self._rank])
 
 
-class IndexSource(Source):
+class SourceOfShard(Source):
+    """A source that deals the batches of the user's loader by a shard.
+
+    Attributes:
+        shard: It deals them.
+    """
+
+    shard: Shard
+
+    @property
+    def stride(self) -> int:  # type: ignore[override]
+        return self.shard.stride
+
+    @property
+    def is_split(self) -> bool:  # type: ignore[override]
+        return self.shard.split
+
+    @property
+    def remainder(self) -> int:
+        return self.shard.remainder
+
+
+class IndexSource(SourceOfShard):
     """Batches of indices, dealt before anything is read: each rank reads only its own samples."""
 
     def __init__(self, loader: DataLoader[Any], order: SharedOrder, world: World, *, even: bool, split: bool) -> None:
@@ -205,14 +228,6 @@ class IndexSource(Source):
     @property
     def batch_sampler(self) -> Any:
         return self.shard
-
-    @property
-    def stride(self) -> int:  # type: ignore[override]
-        return self.shard.stride
-
-    @property
-    def is_split(self) -> bool:  # type: ignore[override]
-        return self.shard.split
 
     @property
     def seed(self) -> int | None:
@@ -233,10 +248,6 @@ class IndexSource(Source):
     @property
     def is_stream(self) -> bool:
         return self._length() is None
-
-    @property
-    def remainder(self) -> int:
-        return self.shard.remainder
 
     @property
     def may_be_uneven(self) -> bool:
@@ -270,7 +281,7 @@ class IndexSource(Source):
         return length_of(self.shard)
 
 
-class StreamSource(Source):
+class StreamSource(SourceOfShard):
     """Collated batches that every rank reads completely, keeping its share.
 
     Args:
@@ -289,20 +300,8 @@ class StreamSource(Source):
         self.shard = self.read_alike = StreamShard(loader, self.states, world, even=even, split=split)
 
     @property
-    def stride(self) -> int:  # type: ignore[override]
-        return self.shard.stride
-
-    @property
-    def is_split(self) -> bool:  # type: ignore[override]
-        return self.shard.split
-
-    @property
     def is_stream(self) -> bool:
         return True
-
-    @property
-    def remainder(self) -> int:
-        return self.shard.remainder
 
     @property
     def may_be_uneven(self) -> bool:
