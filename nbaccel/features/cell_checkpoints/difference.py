@@ -26,6 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from nbaccel.base.quantities import with_article
 from nbaccel.base.values import frozen
 from nbaccel.errors import CannotResume, CannotSave, CheckpointCorrupt
+from nbaccel.features.cell_checkpoints.continued_passes import batches_taken
 from nbaccel.features.cell_checkpoints.data_codec import Decoder, Encoder, NoData, NotMade, refuse_state
 from nbaccel.features.cell_checkpoints.head_state import (
     OF_THE_SCREEN,
@@ -47,7 +48,6 @@ from nbaccel.namespace.wrappers import plain
 from nbaccel.train.checkpoint.content import load_tensors
 from nbaccel.train.checkpoint.manifest import FileRecord
 from nbaccel.train.checkpoint.serialization import ToHost, on_host, write_tensors
-from nbaccel.train.raw_loop.loader_pass import batches_taken
 
 __all__ = ["CellDifference", "Remade", "Restored", "StoredDifference"]
 

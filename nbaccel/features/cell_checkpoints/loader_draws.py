@@ -31,10 +31,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from nbaccel.base.notices import is_users
 from nbaccel.base.quantities import with_article
-from nbaccel.features.cell_checkpoints import random_states
+from nbaccel.features.cell_checkpoints import continued_passes, random_states
 from nbaccel.features.cell_checkpoints.data_codec import refuse_state
 from nbaccel.features.source.users_functions import is_rewritable
-from nbaccel.train.raw_loop import loader_pass, loaders
+from nbaccel.train.raw_loop.loader_pass import PassBegin
 from nbaccel.train.step.raw_loop_hooks import window_is_open
 
 __all__ = [
@@ -110,7 +110,7 @@ class LoaderDraw:
     def begin_of_pass(self) -> list[Any] | None:
         """Return how its pass began, as JSON; None in a rank that is alone, and once the iterator is gone."""
         iterator = self.iterator()
-        begin = None if iterator is None else loader_pass.begin_of(iterator)
+        begin = None if iterator is None else continued_passes.begin_of(iterator)
         return None if begin is None else list(begin)
 
     def draws_as(self, record: Mapping[str, Any]) -> bool:
@@ -191,7 +191,7 @@ class LoaderDraws:
         finally:
             self._is_passing = False
             for loader in _loaders_below(iterator):
-                loaders.note_passed(loader)
+                continued_passes.note_passed(loader)
 
     def passed(self) -> bool:
         """Note that the loop is where it was; return whether its loaders have drawn the same again."""
@@ -206,12 +206,12 @@ class LoaderDraws:
         if record is not None:
             _restore(parts, record["created"])
         created = _states(parts)
-        with nullcontext() if record is None else loaders.beginning_as(_begin(record["begin"])):
+        with nullcontext() if record is None else continued_passes.beginning_as(_begin(record["begin"])):
             iterator = real(loader)
         if isinstance(iterator, _BaseDataLoaderIter):
             again = None if record is None else record["first"]
             drawn = LoaderDraw(weakref.ref(loader), weakref.ref(iterator), parts, created, again=again)
-            drawn.count = loader_pass.batches_ahead(iterator)  # of worker processes, with its making
+            drawn.count = continued_passes.batches_ahead(iterator)  # of worker processes, with its making
             iterator.__dict__[DRAWN] = drawn
             iterator._sampler_iter = _Noted(iterator._sampler_iter, drawn)
             if iterator._dataset_kind != _DatasetKind.Map:
@@ -358,18 +358,18 @@ def _arrays(state: Any) -> Any:
 def _need_not_fetch(iterator: Any) -> bool:
     """Return whether its batches are made here, each of its own indices: then one that is passed over need not be."""
     is_made_here = not iterator._num_workers and iterator._dataset_kind == _DatasetKind.Map
-    return is_made_here and not loader_pass.takes_groups(iterator)
+    return is_made_here and not continued_passes.takes_groups(iterator)
 
 
 def _draw(iterator: Any) -> None:
     """Draw the indices of the next batch, as torch's iterator does before it fetches."""
     next(iterator._sampler_iter)
     iterator._num_yielded += 1
-    loader_pass.pass_over(iterator, 1)
+    continued_passes.pass_over(iterator, 1)
 
 
-def _begin(begin: Any) -> loader_pass.PassBegin | None:
-    return None if begin is None else loader_pass.PassBegin(*begin)
+def _begin(begin: Any) -> PassBegin | None:
+    return None if begin is None else PassBegin(*begin)
 
 
 def remade(loader: Any, created: dict[str, Any], first: dict[str, Any] | None, taken: int, begin: Any) -> Any:
@@ -380,7 +380,7 @@ def remade(loader: Any, created: dict[str, Any], first: dict[str, Any] | None, t
     """
     kept, parts = random_states.read(), _parts_of(loader)
     _restore(parts, created)
-    with loaders.beginning_as(_begin(begin)):
+    with continued_passes.beginning_as(_begin(begin)):
         iterator = iter(loader)
     if first is not None:
         _restore(parts, first)
@@ -394,7 +394,7 @@ def remade(loader: Any, created: dict[str, Any], first: dict[str, Any] | None, t
             next(iterator)
             while window_is_open():
                 next(iterator)
-    loaders.note_passed(iterator)
+    continued_passes.note_passed(iterator)
     random_states.restore(kept)
     return iterator
 
@@ -467,7 +467,7 @@ def _innermost(iterator: Any) -> Iterator[Any]:
 
 def further_parts(iterator: Any) -> int:
     """Return how many items of a loop were further parts of a batch that it had before."""
-    return max(map(loader_pass.further_parts, _loaders_below(iterator)), default=0)
+    return max(map(continued_passes.further_parts, _loaders_below(iterator)), default=0)
 
 
 def _loaders_below(iterator: Any) -> list[Any]:

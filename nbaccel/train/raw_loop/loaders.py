@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.utils._pytree import tree_leaves
@@ -17,13 +16,11 @@ from nbaccel.train.raw_loop.loader_pass import PassBegin
 
 __all__ = [
     "ask",
+    "asked",
     "batch_size_of",
     "batches_of",
-    "before_draw",
-    "beginning_as",
     "makes_of_indices",
     "nameless",
-    "note_passed",
     "samples_of_batch",
     "samples_of_index",
     "shares_out",
@@ -72,32 +69,10 @@ def ask(passes: Asked) -> None:
     hooks.passes = passes
 
 
-def before_draw() -> None:
-    """Prepare for a draw that all ranks make alike, by what torch's loaders call; do nothing where that is nobody."""
+def asked() -> Asked | None:
+    """Return the object that torch's loaders call; None where that is nobody."""
     hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
-    if hooks is not None:
-        hooks.passes.before()
-
-
-@contextmanager
-def beginning_as(begin: PassBegin | None) -> Iterator[None]:
-    """Let a pass that begins in the block begin as one in the process that this one continues."""
-    hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
-    if hooks is None:
-        yield
-        return
-    hooks.passes.next_begin = begin
-    try:
-        yield
-    finally:
-        hooks.passes.next_begin = None
-
-
-def note_passed(iterator: Any) -> None:
-    """Note that what `iterator` has handed out by now was trained in the process that this one continues."""
-    hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
-    if hooks is not None and hooks.passes.minds(iterator):
-        hooks.passes.note_passed(iterator)
+    return None if hooks is None else hooks.passes
 
 
 class LoaderHooks:

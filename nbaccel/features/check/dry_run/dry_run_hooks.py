@@ -36,7 +36,7 @@ from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.distributed.transport import Transport
-from nbaccel.train.raw_loop.loaders import before_draw
+from nbaccel.train.raw_loop.loaders import asked
 
 __all__ = ["DryRunHooks", "DryRunParts"]
 
@@ -80,7 +80,7 @@ class DryRunParts:
             self.times.part,
             stride=world.world_size if has_own_batches else 1,
             begins_whole=trains_raw and not has_own_batches,
-            before_draw=before_draw,
+            before_draw=_before_draw,
         )
         self._hooks = DryRunHooks(self.cuts, self.times, self.saves, write)
 
@@ -194,6 +194,12 @@ class DryRunHooks:
         size = functools.partial(_folder_bytes, save.target)
         with self._saves.saving(str(save.target), size, self._loops, self._keeps):
             return real(save, *args, **kwargs)
+
+
+def _before_draw() -> None:
+    """Prepare for a draw that all ranks make alike, by what torch's loaders call; do nothing where that is nobody."""
+    if (passes := asked()) is not None:
+        passes.before()
 
 
 def _stride_of(source: Source) -> int:
