@@ -47,6 +47,9 @@ _ZERO_GRAD = "        optimizer.zero_grad()\n"
 
 WEIGHTS = "[p.flatten().tolist() for p in model.parameters()]"
 
+A_FILE = 'torch.save(x, "x.pt")\n'
+"""A cell that has written one is not started again with whole batches."""
+
 
 def plain(kernel: RealKernel, setup: str = SETUP, loop: str = LOOP) -> Any:
     """What the loop leaves without the magic: weights, and what it has noted."""
@@ -127,7 +130,7 @@ def test_no_rank_goes_on_with_its_part_of_batches_when_another_has_left_the_loop
 ) -> None:
     expected = plain(kernel, loop=LOOP.replace("range(3)", "range(2)"))[0]
     kernel.do(SETUP)
-    body = LOOP.replace("range(3)", f"range(3 if {IS_RANK_1} else 2)")
+    body = A_FILE + LOOP.replace("range(3)", f"range(3 if {IS_RANK_1} else 2)")
     cell = kernel.run(accelerate(body, start, n))
     error = cell.failed("NotPrepared")
     assert "over after so many steps (rank 0: 10" in error.text
@@ -142,7 +145,7 @@ def test_a_refusal_in_mid_training_keeps_what_the_ranks_have_trained_together(ke
     expected = plain(kernel, loop=until_then)[0]
     kernel.do(SETUP)
     leaves_one_out = f"if len(history) == 14 and {IS_RANK_1}:\n            history.append(0)\n            continue\n"
-    body = LOOP.replace("        loss.backward()\n", f"        {leaves_one_out}        loss.backward()\n")
+    body = A_FILE + LOOP.replace("        loss.backward()\n", f"        {leaves_one_out}        loss.backward()\n")
     cell = kernel.run(accelerate(body, start))
     assert "are at different batches" in cell.failed("NotPrepared").text
     assert "model trained in place" in cell.stdout
@@ -153,7 +156,7 @@ def test_a_rank_that_leaves_batches_out_ends_in_an_error(kernel: RealKernel) -> 
     kernel.do(SETUP)
     body = LOOP.replace("        optimizer.zero_grad()\n", "        if epoch == 1 and os.environ['RANK'] == '1':\n"
                         "            break\n        optimizer.zero_grad()\n")  # fmt: skip
-    error = kernel.run(accelerate(body)).failed("NotPrepared")
+    error = kernel.run(accelerate(A_FILE + body)).failed("NotPrepared")
     assert "are at different batches, of which one was left out in some of them (rank 0: 9, rank 1: 13)" in error.text
 
 
@@ -388,6 +391,35 @@ def test_a_loop_that_cuts_its_batches_unseen_starts_again_with_whole_ones(kernel
     expected = plain(kernel, loop=loop)
     kernel.do(SETUP)
     cell = kernel.do(accelerate(loop))
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+    assert cell.text.count("started again with whole batches in each of 2 ranks, the same work") == 1
+
+
+_STEP = "        optimizer.step()\n"
+
+_CORRECT = "correct += int(((model(a) > 0) == (b > 0)).sum()); seen += len(a)"
+
+PARTED = {
+    "gradient noise": LOOP.replace(
+        _STEP, f"        for p in model.parameters():\n            p.grad += 0.01 * torch.randn_like(p)\n{_STEP}"
+    ),
+    "a batch that is NaN": "x[37] = float('nan')\n"
+    + LOOP.replace("        loss.backward()\n", "        if loss.isnan(): continue\n        loss.backward()\n"),
+    "an accuracy": LOOP.replace(
+        "    for a, b in train_loader:\n", "    correct = seen = 0\n    for a, b in train_loader:\n"
+    )
+    .replace(_STEP, f"{_STEP}        {_CORRECT}\n", 1)
+    .replace("range(3)", "range(9)")
+    + "    if correct / seen > 0.56: break\n",
+}
+"""Loops whose ranks decide or draw apart, each by its part of the batches."""
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_ranks_that_part_by_their_parts_of_batches_start_again_with_whole_ones(kernel: RealKernel, name: str) -> None:
+    expected = plain(kernel, loop=PARTED[name])
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(PARTED[name]))
     assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
     assert cell.text.count("started again with whole batches in each of 2 ranks, the same work") == 1
 

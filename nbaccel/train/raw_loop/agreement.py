@@ -247,9 +247,7 @@ def refuse_out_of_step(header: Header, ranks: Sequence[int]) -> None:
                 "that the loop decides or draws by itself differs between ranks. Decide by the loss after "
                 f"loss.backward(), which is the same in all ranks. {WITHOUT_A_SEED}"
             )
-            # A loop that cuts its batches, as by `x.split(4)`, has more backwards for a larger part of one.
-            error.is_of_parts = error.is_of_states = name == "steps"
-            raise error
+            raise _perhaps_of_parts(error)
 
 
 def refuse_to_go_on_with_parts(header: Header, ranks: Sequence[int]) -> None:
@@ -265,13 +263,25 @@ def refuse_to_go_on_with_parts(header: Header, ranks: Sequence[int]) -> None:
     if not done or not any(header.says[rank].part for rank in ranks):
         return
     after, on = (", ".join(f"rank {rank}: {header.says[rank].steps:g}" for rank in some) for some in (done, ranks))
-    raise NotPrepared(
+    error = NotPrepared(
         f"the program of some ranks is over after so many steps ({after}), and that of others is not ({on}), which "
         "have only their parts of the batches that follow: something that the loop decides by itself differs between "
         "ranks, such as an accuracy, which each counts of its part, or the time. Decide by the loss after "
         "loss.backward(), which is the same in all ranks; --batches each gives ranks batches of their own, -n 1 trains "
         "as before."
     )
+    raise _perhaps_of_parts(error)
+
+
+def _perhaps_of_parts(error: NotPrepared) -> NotPrepared:
+    """Return an error of ranks out of step, as one that whole batches may not have.
+
+    Ranks decide apart where each has its part of a batch: by an accuracy of the part, by a loss that is NaN in one of
+    them, by as many backwards as `x.split(4)` has chunks. They draw apart, too, until the next batch comes: noise on
+    gradients or weights differs between ranks. With whole batches all ranks decide and draw as one process does.
+    """
+    error.is_of_parts = error.is_of_states = True
+    return error
 
 
 @functools.lru_cache(maxsize=_MOST)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.raw_loop.agreement import Decision, Decisions
+from nbaccel.train.raw_loop.agreement import Decision, Decisions, refuse_out_of_step, refuse_to_go_on_with_parts
 from nbaccel.train.raw_loop.gradient_weights import Header, References, Say, Told, exchange
 
 SAY = Say(shape=7, part=1, rows=4, whole=8, at=3, steps=3, batches=5, rates=0.1)
@@ -96,3 +97,19 @@ def test_a_decision_that_has_changed_what_it_depends_on_is_not_taken_again() -> 
     references.note("term", 8.0, 8.0)
     decisions.keep("causes", decision())
     assert decisions.find("causes") is None
+
+
+@pytest.mark.parametrize("name", ["steps", "rates", "batches", "drawn", "check"])
+def test_ranks_may_be_out_of_step_by_their_parts_of_batches(name: str) -> None:
+    """They decide by an accuracy of theirs, or draw noise for the gradients: whole batches may train."""
+    seen = replace(SAY, drawn=1.0, check=1.0)
+    with pytest.raises(NotPrepared, match="so they do not train one any more") as caught:
+        refuse_out_of_step(told(seen, replace(seen, **{name: 9.0})).header(), [0, 1])
+    assert caught.value.is_of_parts
+    assert caught.value.is_of_states
+
+
+def test_ranks_may_have_left_a_loop_by_their_parts_of_batches() -> None:
+    with pytest.raises(NotPrepared, match="is over after so many steps") as caught:
+        refuse_to_go_on_with_parts(told(replace(SAY, done=1), SAY).header(), [1])
+    assert caught.value.is_of_states
