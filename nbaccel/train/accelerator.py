@@ -1242,9 +1242,9 @@ class Accelerator(ProcessControl):
         Args:
             hook: ``hook(models, weights, folder)``. `models` are the program's own, as it passed them to `prepare`,
                 without DDP: ``isinstance`` and ``save_pretrained`` work on them as in one process. `weights` are their
-                state dicts; those that the hook removes are not saved. `folder` is, on rank 0, the unfinished folder
-                that becomes the checkpoint, for files of the hook's own; on other ranks it is the final name of the
-                checkpoint, which may not exist yet.
+                state dicts; those that the hook removes are not saved. `folder` is an empty folder for files of the
+                hook's own: on rank 0 the unfinished one that becomes the checkpoint, on other ranks one whose files
+                are moved into it. Of a file that several ranks write, rank 0's is kept.
 
         Returns:
             A handle whose `remove()` removes the hook.

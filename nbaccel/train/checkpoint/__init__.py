@@ -13,10 +13,10 @@
 Nothing in it is a pickle, unless a registered object's state is more than data. Other files in it are those of the
 program's hooks. From bottom to top: `manifest` (the file that makes a folder a checkpoint), `serialization` (states to
 files), `atomic_folder` (complete or absent), `shards` (a rank's rows of a sharded tensor), `save_agreement` (how the
-ranks that write them agree), `generators` and `rng_files` (random states, and their files), `content` (the states in a
-checkpoint), `directory` (names, choice, limits), `training_state`, `writer`, `manager` and `resume` (parts of an
-Accelerator), `autosave`. `model_weights` is the other format, one model for Hugging Face's libraries. Accelerate's
-folders: `nbaccel/features/accelerate_checkpoints`.
+ranks that write them agree), `generators` and `rng_files` (random states, and their files), `hook_files` (what hooks of
+other ranks write), `content` (the states in a checkpoint), `directory` (names, choice, limits), `training_state`,
+`writer`, `manager` and `resume` (parts of an Accelerator), `autosave`. `model_weights` is the other format, one model
+for Hugging Face's libraries. Accelerate's folders: `nbaccel/features/accelerate_checkpoints`.
 
 Imports `base`, other folders of `train`, and the table of `features`.
 """

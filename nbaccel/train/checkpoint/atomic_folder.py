@@ -21,7 +21,7 @@ from pathlib import Path
 
 from nbaccel.base.quantities import three_digits
 from nbaccel.errors import CannotSave, CheckpointCorrupt
-from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, aside, sync
+from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, aside, names_added, sync
 
 __all__ = [
     "OURS",
@@ -322,5 +322,5 @@ def _listed(folder: Path) -> set[str]:
     """Return the names that the manifest of a checkpoint in `folder` lists, files of hooks included."""
     for _ in range(2):  # rank 0 may be replacing the folder right now
         with suppress(CheckpointCorrupt):
-            return {Path(name).parts[0] for name in Manifest.read(folder).files}
+            return {Path(name).parts[0] for name in Manifest.read(folder).files} | names_added(folder)
     return set()

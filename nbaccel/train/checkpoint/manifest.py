@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,6 +43,7 @@ __all__ = [
     "Stamp",
     "aside",
     "checksum",
+    "names_added",
     "read_sealed",
     "sync",
     "write_sealed",
@@ -263,6 +265,15 @@ class SideThread(ThreadPoolExecutor):
 def aside(target: Path, pattern: str) -> Iterator[Path]:
     """Yield paths beside `target` with names such as ``.<name>.tmp-17``; `pattern` is the part after the name."""
     return target.parent.glob(f".{glob.escape(target.name)}.{pattern}")
+
+
+def names_added(folder: Path) -> set[str]:
+    """Return the names of files that other ranks' hooks have added to the checkpoint `folder` after its manifest."""
+    names: set[str] = set()
+    for path in folder.glob(_SEALED_THEMSELVES):
+        with suppress(OSError, CheckpointCorrupt):
+            names.update(map(str, read_sealed(path).get("files", ())))
+    return names
 
 
 def checksum(path: Path) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,20 @@ def add(
     rank: int,
     stamp: Stamp,
     state: State,
+    names: Sequence[str] = (),
     committed: Callable[[str], Path | None] = lambda stamp: None,
 ) -> None:
     """Add `rank`'s file to the checkpoint `target`, which rank 0 commits earlier or later, or never.
 
     Args:
+        names: Files of the rank's hooks, which the manifest does not list where they came after it.
         committed: Finds the checkpoint of a stamp under another name, where rank 0 chooses the name.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     waiting = _waiting(target, rank, stamp.step)
     unfinished = waiting.with_suffix(".unfinished")
-    write_sealed(unfinished, {"stamp": str(stamp), "rank": rank, **state})
+    files = {"files": list(names)} if names else {}
+    write_sealed(unfinished, {"stamp": str(stamp), "rank": rank, **files, **state})
     os.rename(unfinished, waiting)
     if _stamp_of(target) == str(stamp):
         _move_in(waiting, target, rank)

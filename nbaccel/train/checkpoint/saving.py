@@ -18,7 +18,7 @@ from nbaccel.base.aborting import refuse_if_aborted
 from nbaccel.base.events import Checkpoint, emit
 from nbaccel.base.values import frozen
 from nbaccel.errors import CannotSave
-from nbaccel.train.checkpoint import rng_files
+from nbaccel.train.checkpoint import hook_files, rng_files
 from nbaccel.train.checkpoint.atomic_folder import as_cannot_save, replacing, sweep
 from nbaccel.train.checkpoint.checkpoint_parts import CheckpointParts
 from nbaccel.train.checkpoint.content import ObjectState, Staging
@@ -64,18 +64,15 @@ class RankSave:
         if self._checkpoints.writes:
             self._write_all(Alone())
             return target
-        if self._checkpoints.registered.save_hooks:
-            self._run_save_hooks(training.weights(), target)
+        rank = self._checkpoints.context.state.process_index
         try:
             with as_cannot_save(target):
                 committed = {} if self._directory is None else {"committed": self._directory.committed}
-                rng_files.add(
-                    target,
-                    self._checkpoints.context.state.process_index,
-                    self._stamp,
-                    training.generators(),
-                    **committed,
-                )
+                if self._checkpoints.registered.save_hooks:
+                    with hook_files.collected(target, rank, self._stamp) as folder:
+                        self._run_save_hooks(training.weights(), folder)
+                names = hook_files.move_in(target, rank, self._stamp, **committed)
+                rng_files.add(target, rank, self._stamp, training.generators(), names, **committed)
         except CannotSave as error:
             self._checkpoints.go_on_without(error)
         return target
@@ -123,7 +120,8 @@ class RankSave:
         weights = training.weights()
         content = training.content(weights, self._checkpoints.registered.objects)
         if self._checkpoints.registered.save_hooks:
-            self._run_save_hooks(weights, target)
+            with hook_files.collected(target, training.world.rank, self._stamp) as folder:
+                self._run_save_hooks(weights, folder)
         parts = _whole(content.ready(staging, rows_only=True), target)
         world = training.world
         save = ShareSave(
@@ -279,8 +277,10 @@ class Save:
             sweep(folder)
             rng_files.carry(self.target, folder, str(self.stamp))
             shards = self.agreement.collect(folder, own)
+            hook_files.adopt(self.target, self.stamp, folder)
             replace(self.manifest, parts=names, shards=shards.places).seal(folder, {**records, **shards.records})
         rng_files.adopt(self.target, self.stamp)
+        hook_files.adopt(self.target, self.stamp)
         emit(Checkpoint(str(self.target), self.manifest.step, time.monotonic() - began))
         return reasons
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,44 @@ def test_a_training_that_saves_itself_calls_the_hooks_of_every_rank(tmp_path: Pa
     first = run_ranks(ranks, _saves_itself_with_hooks, str(tmp_path), False)
     assert first == [([1] * ((steps - 1) // 2), [])] * ranks
     assert [loaded for _, loaded in run_ranks(ranks, _saves_itself_with_hooks, str(tmp_path), True)] == [[1]] * ranks
+
+
+def _each_rank_keeps_files(folder: str, later: int) -> tuple[list[str], str, str]:
+    """Hooks as of a data set that each rank reads by itself: files of a rank's own, and one that all ranks write."""
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    rank, rounds = accelerator.process_index, 0
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        if rank == later:
+            others = Path(folder).with_name(f"done{rounds}")
+            while not others.exists():  # the other rank's part in this save
+                time.sleep(0.01)
+        Path(output_dir, f"position_{rank}.txt").write_text(f"{rank} {rounds}")
+        os.makedirs(os.path.join(output_dir, "ema"), exist_ok=True)
+        Path(output_dir, "ema", "of_all.txt").write_text(str(rank))
+
+    accelerator.register_save_state_pre_hook(save)
+    for rounds in range(2):
+        accelerator.save_state(folder)
+        if rank != later:
+            Path(folder).with_name(f"done{rounds}").touch()
+        accelerator.wait_for_everyone()
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+    found: list[str] = []
+    accelerator.register_load_state_pre_hook(
+        lambda models, place: found.append(Path(place, f"position_{rank}.txt").read_text())
+    )
+    accelerator.load_state(folder)
+    names = sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.txt"))
+    return names, found[0], Path(folder, "ema", "of_all.txt").read_text()
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_files_of_hooks_of_all_ranks_are_in_the_checkpoint(tmp_path: Path, later: int) -> None:
+    ranks = run_ranks(2, _each_rank_keeps_files, str(tmp_path / "last"), later)
+    names = ["ema/of_all.txt", "position_0.txt", "position_1.txt"]
+    assert ranks == [(names, "0 1", "0"), (names, "1 1", "0")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["done0", "done1", "last"]
