@@ -708,6 +708,17 @@ class Averaging:
             if numbers:
                 self._exchanges().begin(tuple(numbers), [self._tensor(number) for number in numbers], ()).finish()
 
+    def take_in_what_was_made_since(self) -> None:
+        """Give all ranks rank 0's values of what their models hold and no backward has reached. Collective.
+
+        A layer that a loop makes behind its last step is drawn by each rank for itself.
+        """
+        new = self.models.made_since()
+        kinds = [(tuple(each.shape), str(each.dtype)) for each in new]
+        told = self._collective().gather_objects([kinds])
+        if kinds and all(theirs == kinds for theirs in told):
+            self.models.register(new, self._collective())
+
     def what_differs(self) -> tuple[list[int], list[int]]:
         """Return the numbers of tensors that differ between ranks and exist in all: parameters, buffers. Collective."""
         numbers = self._alive_everywhere()

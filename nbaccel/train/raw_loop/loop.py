@@ -313,6 +313,7 @@ class RawLoopTraining:
 
     def _finish(self, taken: Sequence[float]) -> None:
         """Make all ranks end with the same weights.  taken: the optimizer steps of each."""
+        self._averaging.take_in_what_was_made_since()
         if len(set(taken)) > 1:
             self._notices.note_uneven(taken)
             self._averaging.broadcast(taken.index(max(taken)))

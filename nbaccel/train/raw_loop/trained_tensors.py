@@ -424,6 +424,11 @@ class Models:
             self._add(family)
         return bool(torch.equal(facts[: 2 * len(about)].unflatten(0, (-1, 2))[own], compared[0]))
 
+    def made_since(self) -> list[Tensor]:
+        """Return what known models hold and no backward has reached, such as a layer that was just put into one."""
+        roots = [root for model in self.models if model.root_of is not None and (root := model.root_of()) is not None]
+        return [tensor for root in roots for tensor, _ in _tensors(root) if id(tensor) not in self._number]
+
     def _add(self, family: _Family) -> None:
         root = family.root
         for tensor, about in zip(family.tensors, family.about, strict=True):

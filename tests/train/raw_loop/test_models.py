@@ -486,3 +486,25 @@ def test_the_first_batch_of_a_model_with_statistics_may_be_another_one_in_each_r
     for values in run_ranks(2, watched, first_step):
         for value, right in zip(values, expected, strict=True):
             assert torch.allclose(value.double(), right, rtol=0, atol=1e-12)
+
+
+def _grows_behind_its_last_step() -> nn.Sequential:
+    """A layer is put into the model after each third step, the last one too: nothing trains that one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for step, (x, _) in enumerate(points(), 1):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if step == 3:
+                model.append(nn.Linear(4, 4).double())
+                optimizer.add_param_group({"params": model[-1].parameters()})
+    return model
+
+
+def test_a_layer_that_is_made_behind_the_last_step_is_the_same_in_all_ranks() -> None:
+    first, second = run_ranks(2, watched, _grows_behind_its_last_step)
+    assert len(first) == 3
+    assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
