@@ -112,7 +112,7 @@ class ExportedCell:
         here = World(world.local_rank, world.local_world_size, world.local_rank, world.local_world_size)
         task = FunctionTask(print, (), {})
         task.knows_ranks = knows_ranks
-        self._libraries.store_path = place
+        self._libraries.rank.store_path = place
         self._libraries.meet(ONE_PROGRAM)
         self._libraries.begin(RankTask(task, watch))
         OneFile(here, place).install()

@@ -12,15 +12,15 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import CodeType
 from typing import Any, NoReturn
 
 from nbaccel.base.world import World
 from nbaccel.errors import NestedLaunch, NotInRanks, NotPrepared
-from nbaccel.launching.ipc.import_hooks import Action
-from nbaccel.launching.libraries import OtherLibraries
+from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
+from nbaccel.launching.libraries import LibraryRank
 
 __all__ = [
     "SetUpAnew",
@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 
-def of_lightning(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def of_lightning(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Make Lightning use the ranks: the whole of it, or the `library` that has its trainer or its fabric alone."""
-    world = ranks.world
+    world = here.world
     fabrics = {"lightning": ["lightning.fabric"], "lightning_fabric": ["lightning_fabric"]}.get(library, [])
     trainers = {"lightning": ["lightning.pytorch"], "pytorch_lightning": ["pytorch_lightning"]}.get(library, [])
     for package in fabrics:
@@ -55,83 +55,84 @@ def of_lightning(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Act
         yield f"{package}.strategies.launchers.subprocess_script", partial(_refuse_scripts, world)
 
 
-def of_lightnings_utilities(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def of_lightnings_utilities(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Let what Lightning does "only on rank 0" be done there."""
-    yield "lightning_utilities.core.rank_zero", partial(_set_rank, ranks.world)
+    yield "lightning_utilities.core.rank_zero", partial(_set_rank, here.world)
 
 
-def text_of_rich(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def text_of_rich(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Make rich, which draws Lightning's bars, write text."""
     yield "rich.console", _write_text
 
 
-def _set_rank(world: World, module: Any) -> None:
+def _set_rank(world: World, module: Any) -> list[Change]:
     """Set the rank of `rank_zero_only`, which the notebook may have set to 0; "only on rank 0" depends on it."""
-    module.rank_zero_only.rank = world.rank
+    return [Setting(module.rank_zero_only, "rank", world.rank)]
 
 
-def _write_text(module: Any) -> None:
+def _write_text(module: Any) -> list[Change]:
     """Make rich, which draws Lightning's bars, write text: its widgets would use the kernel's sockets."""
-    module._is_jupyter = lambda: False
+    return [Setting(module, "_is_jupyter", lambda: False), _console_writes_text]
+
+
+def _console_writes_text() -> None:
     console = getattr(sys.modules.get("rich"), "_console", None)
     if console is not None:
         console.is_jupyter = False
 
 
-def _not_interactive(module: Any) -> None:
-    if hasattr(module, "_IS_INTERACTIVE"):
-        module._IS_INTERACTIVE = False
+def _not_interactive(module: Any) -> list[Change]:
+    return [Setting(module, "_IS_INTERACTIVE", False)] if hasattr(module, "_IS_INTERACTIVE") else []
 
 
-def _count_ranks(world: World, name: str, module: Any) -> None:
+def _count_ranks(world: World, name: str, module: Any) -> list[Change]:
     """Make devices that are left to Lightning the ranks; by default it counts 1 on CPUs, and GPUs elsewhere."""
-    _not_interactive(module)
-    kind = getattr(module, name)
-    lightnings = kind._set_devices_flag_if_auto_passed
 
-    def _set_devices_flag_if_auto_passed(connector: Any) -> None:
-        if connector._devices_flag == "auto" and connector._num_nodes_flag == 1:
-            connector._devices_flag = world.world_size
-        lightnings(connector)
+    def counting(lightnings: Callable[..., None]) -> Callable[..., None]:
+        def _set_devices_flag_if_auto_passed(connector: Any) -> None:
+            if connector._devices_flag == "auto" and connector._num_nodes_flag == 1:
+                connector._devices_flag = world.world_size
+            lightnings(connector)
 
-    kind._set_devices_flag_if_auto_passed = _set_devices_flag_if_auto_passed
+        return _set_devices_flag_if_auto_passed
+
+    replaced = Replacement([getattr(module, name)], "_set_devices_flag_if_auto_passed", counting)
+    return [*_not_interactive(module), replaced]
 
 
-def _detect_ranks(module: Any) -> None:
+def _detect_ranks(module: Any) -> list[Change]:
     """Detect torchrun's variables, which the ranks have, even if the notebook runs in a job of SLURM or MPI."""
-    module.TorchElasticEnvironment.detect = staticmethod(lambda: True)
+    return [Setting(module.TorchElasticEnvironment, "detect", staticmethod(lambda: True))]
 
 
-def _keep_environment(module: Any) -> None:
+def _keep_environment(module: Any) -> list[Change]:
     """Keep WORLD_SIZE, which Lightning removes at the end of a training: the next training would be alone."""
-    module.LightningEnvironment.teardown = lambda environment: None
+    return [Setting(module.LightningEnvironment, "teardown", lambda environment: None)]
 
 
-def _use_ranks(module: Any) -> None:
-    kind = module.DDPStrategy
-    lightnings = kind._configure_launcher
+def _use_ranks(module: Any) -> list[Change]:
+    def using(lightnings: Callable[..., None]) -> Callable[..., None]:
+        def _configure_launcher(strategy: Any) -> None:
+            strategy._start_method = "popen"  # which starts nothing if the processes exist
+            lightnings(strategy)
 
-    def _configure_launcher(strategy: Any) -> None:
-        strategy._start_method = "popen"  # which starts nothing if the processes exist
-        lightnings(strategy)
+        return _configure_launcher
 
-    kind._configure_launcher = _configure_launcher
+    return [Replacement([module.DDPStrategy], "_configure_launcher", using)]
 
 
-def _refuse_launcher(world: World, module: Any) -> None:
-    _not_interactive(module)
-
+def _refuse_launcher(world: World, module: Any) -> list[Change]:
     def launch(launcher: Any, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse_processes(world)
 
-    module._MultiProcessingLauncher.launch = launch
+    return [*_not_interactive(module), Setting(module._MultiProcessingLauncher, "launch", launch)]
 
 
-def _refuse_scripts(world: World, module: Any) -> None:
+def _refuse_scripts(world: World, module: Any) -> list[Change]:
     def _call_children_scripts(launcher: Any) -> NoReturn:
         _refuse_processes(world)
 
-    module._SubprocessScriptLauncher._call_children_scripts = _call_children_scripts
+    return [Setting(module._SubprocessScriptLauncher, "_call_children_scripts", _call_children_scripts)]
 
 
 def _refuse_processes(world: World) -> NoReturn:
@@ -142,30 +143,33 @@ def _refuse_processes(world: World) -> NoReturn:
     )
 
 
-def _check_trainers(world: World, module: Any) -> None:
-    kind = module.Trainer
-    meet = _refuse_the_notebooks(world, kind, "_accelerator_connector")
-    for name in ("fit", "validate", "test", "predict"):
-        setattr(kind, name, _counted(world, meet, getattr(kind, name), trains=name == "fit"))
+def _check_trainers(world: World, module: Any) -> list[Change]:
+    trains = {name: name == "fit" for name in ("fit", "validate", "test", "predict")}
+    return _checked(world, module.Trainer, "_accelerator_connector", trains)
 
 
-def _check_fabrics(world: World, module: Any) -> None:
-    kind = module.Fabric
-    meet = _refuse_the_notebooks(world, kind, "_strategy")
-    for name in ("launch", "setup", "setup_module", "setup_optimizers"):
-        setattr(kind, name, _counted(world, meet, getattr(kind, name), trains=name != "launch"))
+def _check_fabrics(world: World, module: Any) -> list[Change]:
+    trains = {name: name != "launch" for name in ("launch", "setup", "setup_module", "setup_optimizers")}
+    return _checked(world, module.Fabric, "_strategy", trains)
 
 
-def _refuse_the_notebooks(world: World, kind: type, attribute: str) -> Callable[[object], None]:
-    """Refuse objects that chose devices and a launcher in the notebook; return a function that refuses one at once.
+def _checked(world: World, kind: type, attribute: str, trains: Mapping[str, bool]) -> list[Change]:
+    """Refuse objects that chose devices and a launcher in the notebook, and those with a wrong number of devices.
 
-    If the rank is the only one, their choice is right.
+    If the rank is the only one, the notebook's choice is right.
+
+    Args:
+        attribute: Holds that choice.
+        trains: Whether a method trains, by its name.
     """
     anew = SetUpAnew((attribute,), partial(refuse, why="settled there on one process, or on a launcher of its own"))
-    if not world.is_distributed:
-        return lambda owner: None
-    anew.watch(kind)
-    return anew.meet
+    meet = anew.meet if world.is_distributed else _nothing
+    checked = [Replacement([kind], name, partial(_counted, world, meet, trains=its)) for name, its in trains.items()]
+    return [*(anew.watch(kind) if world.is_distributed else ()), *checked]
+
+
+def _nothing(owner: object) -> None:
+    """Accept it."""
 
 
 def _counted(
@@ -220,10 +224,10 @@ class SetUpAnew:
         self._renew = renew
         self._own: dict[int, weakref.ref[Any]] = {}  # by id: not every class has a hash
 
-    def watch(self, kind: type) -> None:
-        """Watch the objects of `kind`, and of its subclasses, from now on."""
-        for name in self._attributes:
-            setattr(kind, name, _Watched(self, name, vars(kind).get(name)))
+    def watch(self, kind: type) -> list[Change]:
+        """Return what watches the objects of `kind`, and of its subclasses."""
+        watched = {name: _Watched(self, name, vars(kind).get(name)) for name in self._attributes}
+        return [Setting(kind, name, each) for name, each in watched.items()]
 
     def add(self, value: object) -> None:
         """Record that this process made `value`, or has set it up."""

@@ -15,12 +15,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from nbaccel.errors import NotInRanks
 from nbaccel.features.other_libraries.existing_world import SetUpAnew, name_of, names_in, refuse
-from nbaccel.launching.ipc.import_hooks import Action
-from nbaccel.launching.libraries import OtherLibraries
+from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
+from nbaccel.launching.libraries import LibraryRank
 from nbaccel.namespace.wrappers import MADE_WITH
 
 __all__ = ["of_accelerate", "of_transformers"]
@@ -37,17 +38,17 @@ _PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_M
 # --- accelerate --------------------------------------------------------------------------------------------------
 
 
-def of_accelerate(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def of_accelerate(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Make accelerate determine the rank and the world again."""
     yield "accelerate.accelerator", _note_settings
-    if ranks.world.is_distributed:
+    if here.world.is_distributed:
         states = _States()
         prepared = SetUpAnew(("gradient_state",), _refuse_prepared)
         yield "accelerate.state", states.forget
-        yield "accelerate.accelerator", functools.partial(_watch_accelerators, states)
+        yield "accelerate.accelerator", partial(_watch_accelerators, states)
         yield "accelerate.optimizer", lambda module: prepared.watch(module.AcceleratedOptimizer)
         yield "accelerate.scheduler", lambda module: prepared.watch(module.AcceleratedScheduler)
-        yield "accelerate.data_loader", functools.partial(_watch_loaders, prepared)
+        yield "accelerate.data_loader", partial(_watch_loaders, prepared)
         yield "accelerate.logging", states.set_up_for_loggers
 
 
@@ -57,91 +58,108 @@ class _States:
     def __init__(self) -> None:
         self._notebooks: dict[str, dict[str, Any]] = {name: {} for name in _STATES}
 
-    def forget(self, module: Any) -> None:
+    def forget(self, module: Any) -> list[Change]:
         """Empty the states, and keep their values; make an object that was sent to this rank share the rank's state."""
-        for name in _STATES:
-            kind = getattr(module, name)
+        kinds = {name: getattr(module, name) for name in _STATES}
+
+        def share(state: Any, values: dict[str, Any]) -> None:
+            self._notebooks[type(state).__name__] = values
+            state.__dict__ = state._shared_state
+
+        return [
+            partial(self._empty, kinds),
+            *(Setting(kind, "__setstate__", share) for kind in kinds.values()),
+            *self._set_up_at_first_use(module.PartialState),
+        ]
+
+    def _empty(self, kinds: Mapping[str, Any]) -> None:
+        for name, kind in kinds.items():
             self._notebooks[name] = dict(kind._shared_state)
             kind._shared_state.clear()
-            kind.__setstate__ = lambda state, values: self._share(state, values)
-        self._set_up_at_first_use(module.PartialState)
 
     def of_notebook(self, name: str) -> Mapping[str, Any]:
         """Return the notebook's values of the state of that name."""
         return self._notebooks[name]
 
-    def _share(self, state: Any, values: dict[str, Any]) -> None:
-        self._notebooks[type(state).__name__] = values
-        state.__dict__ = state._shared_state
-
-    def _set_up_at_first_use(self, kind: Any) -> None:
+    def _set_up_at_first_use(self, kind: Any) -> list[Change]:
         """Set up a `PartialState` without an Accelerator: one of the notebook, or one that a library makes first.
 
         Without the argument "cpu", accelerate takes a process without a GPU for the only one.
         """
-        begins, missing = kind.__init__, kind.__getattr__
 
-        @functools.wraps(begins)
-        def begin(state: Any, cpu: bool = False, **kwargs: Any) -> None:
-            begins(state, cpu or (not kind._shared_state and _is_on_cpu()), **kwargs)
+        def beginning(begins: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(begins)
+            def begin(state: Any, cpu: bool = False, **kwargs: Any) -> None:
+                begins(state, cpu or (not kind._shared_state and _is_on_cpu()), **kwargs)
 
-        def attribute(state: Any, name: str) -> Any:
-            if kind._shared_state or name.startswith("__"):
-                return missing(state, name)
-            self._set_up(kind)
-            return getattr(state, name)
+            return begin
 
-        kind.__init__, kind.__getattr__ = begin, attribute
+        def finding(missing: Callable[..., Any]) -> Callable[..., Any]:
+            def attribute(state: Any, name: str) -> Any:
+                if kind._shared_state or name.startswith("__"):
+                    return missing(state, name)
+                self._set_up(kind)
+                return getattr(state, name)
+
+            return attribute
+
+        return [Replacement([kind], "__init__", beginning), Replacement([kind], "__getattr__", finding)]
 
     def _set_up(self, kind: Any) -> None:
         kind(self._notebooks["PartialState"].get("_cpu", False))
 
-    def set_up_for_loggers(self, module: Any) -> None:
+    def set_up_for_loggers(self, module: Any) -> list[Change]:
         """Let accelerate's loggers work, which need a state, if the notebook had set up one."""
-        logs = module.MultiProcessAdapter.log
 
-        @functools.wraps(logs)
-        def log(adapter: Any, *args: Any, **kwargs: Any) -> None:
-            if self._notebooks["PartialState"] and not module.PartialState._shared_state:
-                self._set_up(module.PartialState)
-            kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1  # this frame
-            logs(adapter, *args, **kwargs)
+        def logging(logs: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(logs)
+            def log(adapter: Any, *args: Any, **kwargs: Any) -> None:
+                if self._notebooks["PartialState"] and not module.PartialState._shared_state:
+                    self._set_up(module.PartialState)
+                kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1  # this frame
+                logs(adapter, *args, **kwargs)
 
-        module.MultiProcessAdapter.log = log
+            return log
+
+        return [Replacement([module.MultiProcessAdapter], "log", logging)]
 
 
-def _note_settings(module: Any) -> None:
+def _note_settings(module: Any) -> list[Change]:
     """Record in every Accelerator the arguments that it was made with: the notebook gets one like it."""
-    begins = module.Accelerator.__init__
 
-    @functools.wraps(begins)
-    def begin(accelerator: Any, *args: Any, **kwargs: Any) -> None:
-        begins(accelerator, *args, **kwargs)
-        vars(accelerator)[MADE_WITH] = args, kwargs
+    def noting(begins: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(begins)
+        def begin(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            begins(accelerator, *args, **kwargs)
+            vars(accelerator)[MADE_WITH] = args, kwargs
 
-    module.Accelerator.__init__ = begin
+        return begin
+
+    return [Replacement([module.Accelerator], "__init__", noting)]
 
 
 def _is_on_cpu() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
 
 
-def _watch_accelerators(states: _States, module: Any) -> None:
+def _watch_accelerators(states: _States, module: Any) -> list[Change]:
     kind = module.Accelerator
-    SetUpAnew(("state", "gradient_state"), functools.partial(_renew_accelerator, states, module)).watch(kind)
-    prepares = kind.prepare_model
+    anew = SetUpAnew(("state", "gradient_state"), partial(_renew_accelerator, states, module))
     models = SetUpAnew((), lambda model: None)
 
-    @functools.wraps(prepares)
-    def prepare_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if model not in models and getattr(model, "_is_accelerate_prepared", False):
-            # An accelerator of the notebook prepared it, for one process: nothing would be wrapped here.
-            model._is_accelerate_prepared = False
-        wrapped = prepares(accelerator, model, *args, **kwargs)
-        models.add(wrapped)
-        return wrapped
+    def preparing(prepares: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(prepares)
+        def prepare_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model not in models and getattr(model, "_is_accelerate_prepared", False):
+                # An accelerator of the notebook prepared it, for one process: nothing would be wrapped here.
+                model._is_accelerate_prepared = False
+            wrapped = prepares(accelerator, model, *args, **kwargs)
+            models.add(wrapped)
+            return wrapped
 
-    kind.prepare_model = prepare_model
+        return prepare_model
+
+    return [*anew.watch(kind), Replacement([kind], "prepare_model", preparing)]
 
 
 def _renew_accelerator(states: _States, module: Any, accelerator: Any) -> None:
@@ -167,9 +185,8 @@ def _renew_accelerator(states: _States, module: Any, accelerator: Any) -> None:
         values["trackers"] = []  # the notebook's process was the main one
 
 
-def _watch_loaders(prepared: SetUpAnew, module: Any) -> None:
-    prepared.watch(module.DataLoaderShard)
-    prepared.watch(module.DataLoaderDispatcher)
+def _watch_loaders(prepared: SetUpAnew, module: Any) -> list[Change]:
+    return [*prepared.watch(module.DataLoaderShard), *prepared.watch(module.DataLoaderDispatcher)]
 
 
 def _refuse_prepared(value: object) -> NoReturn:
@@ -184,18 +201,16 @@ def _refuse_prepared(value: object) -> NoReturn:
 # --- transformers ------------------------------------------------------------------------------------------------
 
 
-def of_transformers(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def of_transformers(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Make transformers determine the rank and the world again."""
-    if ranks.world.is_distributed:
+    if here.world.is_distributed:
         yield "transformers.training_args", _watch_arguments
         yield "transformers.trainer", _watch_trainers
 
 
-def _watch_arguments(module: Any) -> None:
-    names = ("_setup_devices", "distributed_state", "_n_gpu")
-    SetUpAnew(names, functools.partial(_renew_arguments, module.TrainingArguments, names)).watch(
-        module.TrainingArguments
-    )
+def _watch_arguments(module: Any) -> list[Change]:
+    names, kind = ("_setup_devices", "distributed_state", "_n_gpu"), module.TrainingArguments
+    return SetUpAnew(names, partial(_renew_arguments, kind, names)).watch(kind)
 
 
 def _renew_arguments(kind: type, names: tuple[str, ...], arguments: Any) -> None:
@@ -234,20 +249,23 @@ def _states_stay() -> Iterator[None]:
             state.update(values)
 
 
-def _watch_trainers(module: Any) -> None:
+def _watch_trainers(module: Any) -> list[Change]:
     kind = module.Trainer
-    anew = SetUpAnew(("accelerator",), functools.partial(_renew_trainer, module))
-    anew.watch(kind)
-    for name in ("train", "evaluate", "predict"):
-        setattr(kind, name, _after_meeting(anew, getattr(kind, name)))
-    creates = kind.create_accelerator_and_postprocess
+    anew = SetUpAnew(("accelerator",), partial(_renew_trainer, module))
 
-    @functools.wraps(creates)
-    def create_accelerator_and_postprocess(trainer: Any) -> None:
-        _ = trainer.args.device  # as in a script: the arguments come first, and give accelerate device and precision
-        creates(trainer)
+    def creating(creates: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(creates)
+        def create_accelerator_and_postprocess(trainer: Any) -> None:
+            _ = trainer.args.device  # as in a script: the arguments come first, and give accelerate device, precision
+            creates(trainer)
 
-    kind.create_accelerator_and_postprocess = create_accelerator_and_postprocess
+        return create_accelerator_and_postprocess
+
+    return [
+        *anew.watch(kind),
+        *(Replacement([kind], name, partial(_after_meeting, anew)) for name in ("train", "evaluate", "predict")),
+        Replacement([kind], "create_accelerator_and_postprocess", creating),
+    ]
 
 
 def _after_meeting(anew: SetUpAnew, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,10 +11,11 @@ import functools
 import io
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from nbaccel.launching.ipc.import_hooks import Action
-from nbaccel.launching.libraries import OtherLibraries
+from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
+from nbaccel.launching.libraries import LibraryRank
 
 __all__ = ["bars"]
 
@@ -22,10 +23,10 @@ _ARGUMENTS_BEFORE_FILE = 4
 """Number of tqdm's arguments before `file`: iterable, desc, total, leave."""
 
 
-def bars(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def bars(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Let rank 0 alone draw bars of `library`."""
-    if not ranks.world.is_main_process:
-        these = _ProgressBars(ranks)
+    if not here.world.is_main_process:
+        these = _ProgressBars(here)
         yield {
             "tqdm": ("tqdm.std", these.watch_tqdm),
             "rich": ("rich.progress", these.watch_rich),
@@ -36,14 +37,14 @@ def bars(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
 class _ProgressBars:
     """Bars of a rank that draws none while a task runs that does not know ranks."""
 
-    def __init__(self, ranks: OtherLibraries) -> None:
-        self._ranks = ranks
+    def __init__(self, here: LibraryRank) -> None:
+        self._here = here
 
     @property
     def _is_quiet(self) -> bool:
-        return not self._ranks.knows_ranks
+        return not self._here.knows_ranks
 
-    def watch_tqdm(self, module: Any) -> None:
+    def watch_tqdm(self, module: Any) -> list[Change]:
         """Patch tqdm, whose own `disable` would leave `n` at 0."""
 
         def no_file(makes: Callable[..., None]) -> Callable[..., None]:
@@ -56,23 +57,22 @@ class _ProgressBars:
             return make
 
         notebook = getattr(sys.modules.get("tqdm.notebook"), "tqdm_notebook", module.tqdm)
-        for kind in {module.tqdm, notebook}:
-            if "__init__" in vars(kind):  # the notebook's class has its own
-                kind.__init__ = no_file(kind.__init__)
+        own = [kind for kind in {module.tqdm, notebook} if "__init__" in vars(kind)]  # the notebook's class has its own
+        return [Replacement([kind], "__init__", no_file) for kind in own]
 
-    def watch_rich(self, module: Any) -> None:
-        makes = module.Progress.__init__
+    def watch_rich(self, module: Any) -> list[Change]:
+        def quiet(makes: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(makes)
+            def make(progress: Any, *args: Any, **kwargs: Any) -> None:
+                makes(progress, *args, **kwargs)
+                progress.disable = progress.disable or self._is_quiet  # tasks go on
 
-        @functools.wraps(makes)
-        def make(progress: Any, *args: Any, **kwargs: Any) -> None:
-            makes(progress, *args, **kwargs)
-            progress.disable = progress.disable or self._is_quiet  # tasks go on
+            return make
 
-        module.Progress.__init__ = make
+        return [Replacement([module.Progress], "__init__", quiet)]
 
-    def watch_fastprogress(self, module: Any) -> None:
+    def watch_fastprogress(self, module: Any) -> list[Change]:
         """Patch fastprogress: bars of a console print, those of a notebook have their own output, `out`."""
-        module.print = module.WRITER_FN = self._unless_quiet(print)
 
         def begin(bar: Any) -> None:
             bar.out, bar.progress, bar.is_active = _NoOutput(), "", True
@@ -81,11 +81,13 @@ class _ProgressBars:
         def begin_master(bar: Any) -> None:
             bar.out = _NoOutput()
 
-        bars, master = module.NBProgressBar, module.NBMasterBar
-        bars.on_iter_begin = self._unless_quiet(bars.on_iter_begin, begin)
-        master.on_iter_begin = self._unless_quiet(master.on_iter_begin, begin_master)
-        for name in ("show_imgs", "update_graph"):
-            setattr(master, name, self._unless_quiet(getattr(master, name)))
+        bars, master, prints = module.NBProgressBar, module.NBMasterBar, self._unless_quiet(print)
+        return [
+            *(Setting(module, name, prints) for name in ("print", "WRITER_FN")),
+            Replacement([bars], "on_iter_begin", partial(self._unless_quiet, instead=begin)),
+            Replacement([master], "on_iter_begin", partial(self._unless_quiet, instead=begin_master)),
+            *(Replacement([master], name, self._unless_quiet) for name in ("show_imgs", "update_graph")),
+        ]
 
     def _unless_quiet(
         self, function: Callable[..., Any], instead: Callable[..., None] = lambda *args, **kwargs: None

@@ -18,15 +18,15 @@ import functools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
 from nbaccel.base.world import World
 from nbaccel.errors import NoInput
-from nbaccel.launching.ipc.import_hooks import Action
-from nbaccel.launching.libraries import OtherLibraries
+from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
+from nbaccel.launching.libraries import LibraryRank
 from nbaccel.namespace.event_files import silence
 
 __all__ = [
@@ -43,52 +43,52 @@ _LONGEST_WAIT_S = 60.0
 _POLL_S = 0.005
 
 
-def one_run_of_tensorboard(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def one_run_of_tensorboard(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Let this rank's writers be rank 0's where they have the same folder."""
-    yield "torch.utils.tensorboard.writer", partial(_write_by_rank_0, ranks.world, f"{ranks.store_path}.boards")
+    yield "torch.utils.tensorboard.writer", partial(_write_by_rank_0, here)
 
 
-def one_run_of_mlflow(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def one_run_of_mlflow(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Let a run that the notebook has begun go on by rank 0."""
-    yield "mlflow.tracking.fluent", partial(_go_on_with_mlflows_run, ranks.world)
+    yield "mlflow.tracking.fluent", partial(_go_on_with_mlflows_run, here.world)
 
 
-def one_run_of_wandb(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def one_run_of_wandb(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Let this rank's run be rank 0's."""
-    if not ranks.world.is_main_process:
-        yield "wandb", partial(_disable_wandb, ranks.world)
+    if not here.world.is_main_process:
+        yield "wandb", partial(_disable_wandb, here.world)
         yield "wandb.sdk.wandb_run", _mute_wandbs_run
 
 
-def _disable_wandb(world: World, module: Any) -> None:
-    makes = module.init
+def _disable_wandb(world: World, module: Any) -> list[Change]:
     is_told = world.rank != 1  # one rank says it
 
-    @functools.wraps(makes)
-    def init(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_told
-        if _is_meant(kwargs):
-            return makes(*args, **kwargs)
-        if not is_told and kwargs.get("mode", os.environ.get("WANDB_MODE")) != "disabled":
-            is_told = True
-            warnings.warn(
-                f"wandb.init makes one run, by rank 0 of {world.world_size}; what other ranks log goes nowhere. A run "
-                "of each rank: wandb.init(group=...), or %%accelerate --independent.",
-                stacklevel=2,
-            )
-        return makes(*args, **{**kwargs, "mode": "disabled"})
+    def disabled(makes: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(makes)
+        def init(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_told
+            if _is_meant(kwargs):
+                return makes(*args, **kwargs)
+            if not is_told and kwargs.get("mode", os.environ.get("WANDB_MODE")) != "disabled":
+                is_told = True
+                warnings.warn(
+                    f"wandb.init makes one run, by rank 0 of {world.world_size}; what other ranks log goes nowhere. A "
+                    "run of each rank: wandb.init(group=...), or %%accelerate --independent.",
+                    stacklevel=2,
+                )
+            return makes(*args, **{**kwargs, "mode": "disabled"})
 
-    module.init = init
+        return init
+
+    return [Replacement([module], "init", disabled)]
 
 
 _WRITES_OF_WANDB = ("alert", "finish", "log", "log_artifact", "log_code", "log_model", "save")
 
 
-def _mute_wandbs_run(module: Any) -> None:
+def _mute_wandbs_run(module: Any) -> list[Change]:
     """Make a run that the notebook has begun write nothing here: rank 0 logs the same rows."""
-    for name in _WRITES_OF_WANDB:
-        if callable(writes := getattr(module.Run, name, None)):
-            setattr(module.Run, name, _unless(_is_of_another_process, writes))
+    return _left_out(module.Run, _WRITES_OF_WANDB, _is_of_another_process)
 
 
 def _is_of_another_process(args: tuple[Any, ...], _: Any) -> bool:
@@ -101,29 +101,39 @@ _WRITES_OF_MLFLOW = (
 )
 
 
-def _go_on_with_mlflows_run(world: World, module: Any) -> None:
+def _go_on_with_mlflows_run(world: World, module: Any) -> list[Change]:
     """Make the run that the notebook has begun the active one of this rank, and let rank 0 alone write to it."""
-    of_thread = getattr(module, "_active_run_stack", None)
-    stack, _ = getattr(getattr(of_thread, "thread_local", None), "value", ((), None))
-    if not stack or of_thread is None:
-        return
-    of_thread.set(stack)
-    runs = {run.info.run_id for run in stack}
+    runs: set[str] = set()
+
+    def go_on() -> None:
+        of_thread = getattr(module, "_active_run_stack", None)
+        stack, _ = getattr(getattr(of_thread, "thread_local", None), "value", ((), None))
+        if stack and of_thread is not None:
+            of_thread.set(stack)
+            runs.update(run.info.run_id for run in stack)
 
     def is_the_notebooks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return (args[1] if len(args) > 1 else kwargs.get("run_id")) in runs
 
-    for name in _WRITES_OF_MLFLOW if not world.is_main_process else ():
-        if callable(writes := getattr(module.MlflowClient, name, None)):
-            setattr(module.MlflowClient, name, _unless(is_the_notebooks, writes))
+    others = () if world.is_main_process else _WRITES_OF_MLFLOW
+    return [go_on, *_left_out(module.MlflowClient, others, is_the_notebooks)]
 
 
-def _unless(is_left_out: Callable[..., bool], writes: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(writes)
-    def write(*args: Any, **kwargs: Any) -> Any:
-        return None if is_left_out(args, kwargs) else writes(*args, **kwargs)
+def _left_out(kind: Any, names: Sequence[str], is_left_out: Callable[..., bool]) -> list[Change]:
+    """Leave out calls of those methods that there are.
 
-    return write
+    Args:
+        is_left_out: Called with their arguments.
+    """
+
+    def unless(writes: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(writes)
+        def write(*args: Any, **kwargs: Any) -> Any:
+            return None if is_left_out(args, kwargs) else writes(*args, **kwargs)
+
+        return write
+
+    return [Replacement([kind], name, unless) for name in names if callable(getattr(kind, name, None))]
 
 
 def _is_meant(options: dict[str, Any]) -> bool:
@@ -135,29 +145,27 @@ def _is_meant(options: dict[str, Any]) -> bool:
     return any(groups) or "shared" in modes
 
 
-def _write_by_rank_0(world: World, folders: str, module: Any) -> None:
-    """Make rank 0 list its writers' folders, and the other ranks read the list.
-
-    Args:
-        folders: The list's file.
-    """
-    kind = module.SummaryWriter
-    makes = kind.__init__
+def _write_by_rank_0(here: LibraryRank, module: Any) -> list[Change]:
+    """Make rank 0 list its writers' folders in a file, and the other ranks read the list."""
     count = 0
 
-    @functools.wraps(makes)
-    def make(writer: Any, log_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        nonlocal count
-        count += 1
-        line = f"{log_dir if log_dir is None else os.path.abspath(log_dir)}|{kwargs.get('comment', '')}\n"
-        if world.is_main_process:
-            with suppress(OSError), open(folders, "a") as file:
-                file.write(line)
-        elif _has_line(folders, line, count):
-            silence(writer, str(log_dir or ""))
-        makes(writer, log_dir, *args, **kwargs)
+    def listed(makes: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(makes)
+        def make(writer: Any, log_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+            nonlocal count
+            count += 1
+            folders = f"{here.store_path}.boards"
+            line = f"{log_dir if log_dir is None else os.path.abspath(log_dir)}|{kwargs.get('comment', '')}\n"
+            if here.world.is_main_process:
+                with suppress(OSError), open(folders, "a") as file:
+                    file.write(line)
+            elif _has_line(folders, line, count):
+                silence(writer, str(log_dir or ""))
+            makes(writer, log_dir, *args, **kwargs)
 
-    kind.__init__ = make
+        return make
+
+    return [Replacement([module.SummaryWriter], "__init__", listed)]
 
 
 def _has_line(path: str, line: str, count: int) -> bool:
@@ -174,58 +182,62 @@ def _has_line(path: str, line: str, count: int) -> bool:
         time.sleep(_POLL_S)  # ended by rank 0's line, or by the limit
 
 
-def log_ins_of_wandb(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def log_ins_of_wandb(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Make a log-in that waits for a person raise `NoInput` with the variable to set."""
-    yield "wandb.sdk.lib.wbauth", partial(_refuse_wandbs, ranks.world.rank)
-    yield "wandb.sdk.wandb_login", partial(_refuse_without_internet, ranks.world.rank)
+    yield "wandb.sdk.lib.wbauth", partial(_refuse_wandbs, here.world.rank)
+    yield "wandb.sdk.wandb_login", partial(_refuse_without_internet, here.world.rank)
 
 
-def log_ins_of_the_hub(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def log_ins_of_the_hub(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Make a log-in that waits for a person raise `NoInput` with the variable to set."""
-    yield "huggingface_hub._login", partial(_refuse_the_hubs, ranks.world.rank)
+    yield "huggingface_hub._login", partial(_refuse_the_hubs, here.world.rank)
 
 
-def _refuse_wandbs(rank: int, module: Any) -> None:
-    finds_key = module.authenticate_session
+def _refuse_wandbs(rank: int, module: Any) -> list[Change]:
+    def refusing(finds_key: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(finds_key)
+        def authenticate_session(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return finds_key(*args, **kwargs)
+            except Exception as error:
+                if type(error).__name__ != "UsageError":  # of wandb's: it has no key, and cannot ask
+                    raise
+                raise NoInput(
+                    f"rank {rank} has no key for Weights & Biases, and nobody can type one into a rank. Set "
+                    'os.environ["WANDB_API_KEY"] or call wandb.login() in a cell before this one; with '
+                    'os.environ["WANDB_MODE"] = "offline" the run stays on disk, for `wandb sync`.'
+                ) from error
 
-    @functools.wraps(finds_key)
-    def authenticate_session(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return finds_key(*args, **kwargs)
-        except Exception as error:
-            if type(error).__name__ != "UsageError":  # of wandb's: it has no key, and cannot ask
-                raise
-            raise NoInput(
-                f"rank {rank} has no key for Weights & Biases, and nobody can type one into a rank. Set "
-                'os.environ["WANDB_API_KEY"] or call wandb.login() in a cell before this one; with '
-                'os.environ["WANDB_MODE"] = "offline" the run stays on disk, for `wandb sync`.'
-            ) from error
+        return authenticate_session
 
-    module.authenticate_session = authenticate_session
-
-
-def _refuse_without_internet(rank: int, module: Any) -> None:
-    logs_in, util = module._login, module.wandb.util
-
-    @functools.wraps(logs_in)
-    def login(*args: Any, **kwargs: Any) -> Any:
-        if util._is_kaggle() and not util._has_internet():
-            raise ConnectionError(
-                f"rank {rank} cannot reach Weights & Biases: Kaggle's internet is off, see the notebook's settings. "
-                'With os.environ["WANDB_MODE"] = "offline" in a cell before this one the run stays on disk, for '
-                "`wandb sync`."
-            )
-        return logs_in(*args, **kwargs)
-
-    module._login = login
+    return [Replacement([module], "authenticate_session", refusing)]
 
 
-def _refuse_the_hubs(rank: int, module: Any) -> None:
+def _refuse_without_internet(rank: int, module: Any) -> list[Change]:
+    util = module.wandb.util
+
+    def refusing(logs_in: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(logs_in)
+        def login(*args: Any, **kwargs: Any) -> Any:
+            if util._is_kaggle() and not util._has_internet():
+                raise ConnectionError(
+                    f"rank {rank} cannot reach Weights & Biases: Kaggle's internet is off, see the notebook's "
+                    'settings. With os.environ["WANDB_MODE"] = "offline" in a cell before this one the run stays on '
+                    "disk, for `wandb sync`."
+                )
+            return logs_in(*args, **kwargs)
+
+        return login
+
+    return [Replacement([module], "_login", refusing)]
+
+
+def _refuse_the_hubs(rank: int, module: Any) -> list[Change]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NoInput(
             f"rank {rank} was to log in to the Hugging Face hub, and nobody can answer in a rank. Set "
             'os.environ["HF_TOKEN"], or call huggingface_hub.login() in a cell before this one.'
         )
 
-    if hasattr(module, "request_device_code"):  # older ones ask by `getpass`
-        module.request_device_code = refuse
+    asks = hasattr(module, "request_device_code")  # older ones ask by `getpass`
+    return [Setting(module, "request_device_code", refuse)] if asks else []

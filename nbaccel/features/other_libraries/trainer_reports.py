@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from nbaccel.features.other_libraries import lightning, transformers
-from nbaccel.launching.ipc.import_hooks import Action
-from nbaccel.launching.libraries import OtherLibraries
+from nbaccel.launching.ipc.import_hooks import Action, Change, Prepare, Replacement
+from nbaccel.launching.libraries import LibraryRank
 
 __all__ = ["reports", "reports_meanwhile"]
 
@@ -29,7 +29,7 @@ _TRAINERS: Mapping[str, tuple[str, str, Any]] = {
 """The module with a class `Trainer`, its method that trains, and what adds a callback to a trainer and removes it."""
 
 
-def reports(ranks: OtherLibraries, library: str) -> Iterator[tuple[str, Action]]:
+def reports(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare]]:
     """Make the trainers that this process uses, now or later, report."""
     module, method, callback = _TRAINERS[library]
     yield module, partial(_attach, method, callback)
@@ -74,13 +74,14 @@ def _attach_meanwhile(
     undo.callback(detach)
 
 
-def _attach(method: str, callback: Any, module: ModuleType) -> None:
-    trains = getattr(module.Trainer, method)
+def _attach(method: str, callback: Any, module: ModuleType) -> list[Change]:
+    def reporting(trains: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(trains)
+        def with_callback(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            with suppress(Exception):  # an unknown version: it trains, and reports nothing
+                callback.add_callback(trainer)
+            return trains(trainer, *args, **kwargs)
 
-    @functools.wraps(trains)
-    def with_callback(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        with suppress(Exception):  # an unknown version: it trains, and reports nothing
-            callback.add_callback(trainer)
-        return trains(trainer, *args, **kwargs)
+        return with_callback
 
-    setattr(module.Trainer, method, with_callback)
+    return [Replacement([module.Trainer], method, reporting)]

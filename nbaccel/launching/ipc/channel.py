@@ -50,7 +50,7 @@ class Channel:
         >>> here.close(); there.close()
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.SocketType) -> None:
         connection.settimeout(None)  # not the program's: `socket.setdefaulttimeout` is for its own connections
         self._socket = connection
         self._buffer = bytearray()
@@ -65,7 +65,7 @@ class Channel:
 
     @classmethod
     def from_fd(cls, fd: int) -> Channel:
-        return cls(socket.socket(fileno=fd))
+        return cls(socket.SocketType(fileno=fd))  # the class in C: Python's copies 20 pages of the kernel's in a rank
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -4,23 +4,32 @@ For a module that is loaded already, in the kernel or by the zygote, the action 
 does not fit the action, the program runs as it would without it. What is to be done with the modules of a package can
 be asked for when the package is found (`when_found`), so that nobody loads it for programs without that package. For
 the time of one block: `import_hooks_meanwhile`.
+
+What a rank only puts in place can be made before, in the kernel: `Changes`, made of `Replacement`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "Action",
     "Ask",
+    "AskPrepares",
+    "Change",
+    "Changes",
     "Finder",
+    "Prepare",
+    "Replacement",
+    "Setting",
     "when_found",
     "when_loaded",
 ]
@@ -28,6 +37,16 @@ __all__ = [
 Action = Callable[[ModuleType], None]
 
 Ask = Callable[[], Iterable[tuple[str, Action]]]
+
+_Entry = TypeVar("_Entry")
+
+Change = Callable[[], object]
+"""Puts something in place in a module of this process. It is made before, maybe in the kernel."""
+
+Prepare = Callable[[Any], Iterable[Change]]
+"""Returns what is to be put in place in a module, and changes nothing."""
+
+AskPrepares = Callable[[], Iterable[tuple[str, Prepare]]]
 
 
 def when_loaded(actions: Mapping[str, Action]) -> None:
@@ -76,6 +95,11 @@ class Finder(MetaPathFinder):
                 with suppress(Exception):  # see above
                     action(sys.modules[name])
 
+    def expect(self, actions: dict[str, list[Action]], asks: dict[str, list[Ask]]) -> None:
+        """Take actions and asks for modules that are not loaded, by the names of these."""
+        self._actions = _joined(self._actions, actions)
+        self._asks = _joined(self._asks, asks)
+
     def add_ask(self, name: str, ask: Ask) -> None:
         """Ask now, or before the module of that name is loaded."""
         if name in sys.modules:
@@ -104,6 +128,135 @@ class Finder(MetaPathFinder):
         for action in self._actions.pop(name, ()):
             with suppress(Exception):  # see above
                 action(module)
+
+
+def _joined(known: dict[str, list[_Entry]], added: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:
+    """Return both, by name; most often one is empty, and then nothing is gone through."""
+    if not known or not added:
+        return known or added
+    return {name: [*known.get(name, ()), *added.get(name, ())] for name in {**known, **added}}
+
+
+class Replacement:
+    """A change: a function takes another one's place in a module or class. Nothing is changed before it is called.
+
+    A rank that makes a function copies a page of the kernel's for each object that it uses for that. So it is made
+    once, before the first fork of all: a forked rank only puts it in place.
+
+    Args:
+        holders: The modules or classes that have the function, under one name.
+        name: That name.
+        wraps: Returns the new function for the old one.
+    """
+
+    def __init__(self, holders: Sequence[Any], name: str, wraps: Callable[[Any], Any]) -> None:
+        self._holders = holders
+        self._name = name
+        self._wraps = wraps
+        self._old = getattr(holders[0], name)
+        self._new = wraps(self._old)
+
+    def __call__(self) -> None:
+        """Put the new function there; it is made anew where another one has taken the old one's place since."""
+        now = getattr(self._holders[0], self._name)
+        new = self._new if now is self._old else self._wraps(now)
+        for holder in self._holders:
+            setattr(holder, self._name, new)
+
+
+class Setting:
+    """A change: a name of a module, class or object gets a value. Nothing is changed before it is called.
+
+    What has that name now is kept: a rank that released it would copy a page for each object that it is made of.
+
+    Args:
+        holder: The module, class or object.
+        name: The name.
+        value: Its value.
+    """
+
+    def __init__(self, holder: Any, name: str, value: Any) -> None:
+        self._place = holder, name, value
+        self._kept = vars(holder).get(name)
+
+    def __call__(self) -> None:
+        setattr(*self._place)
+
+
+class Changes:
+    """What is put into modules in a rank. Made in the kernel, before the fork: see `Replacement`.
+
+    What concerns a module that the kernel has loaded is made here, the rest when the rank has loaded the module.
+
+    Args:
+        prepares: By the name of a module.
+        asks: For a package, by its name, the same for its modules; asked when the package is found.
+    """
+
+    def __init__(
+        self, prepares: Iterable[tuple[str, Prepare]] = (), asks: Iterable[tuple[str, AskPrepares]] = ()
+    ) -> None:
+        self._prepares = list(prepares)
+        self._asks = list(asks)
+        self._make()
+
+    def current(self) -> Changes:
+        """Return these changes; what was loaded, or loaded anew, since they were made is among them."""
+        modules = sys.modules
+        if self._is_awaited_there() or any(modules.get(name) is not module for name, module in self._seen):
+            self._make()
+        return self
+
+    def _make(self) -> None:
+        self._changes: list[Change] = []
+        self._seen: list[tuple[str, Any]] = []
+        self._later: dict[str, list[Action]] = {}
+        self._later_asks: dict[str, list[Ask]] = {}
+        for package, ask in self._asks:
+            if package in sys.modules:
+                self._add(ask())
+            else:
+                self._later_asks.setdefault(package, []).append(partial(_actions_of, ask))
+        self._add(self._prepares)
+        # Copies that lie side by side: a rank that looks for them writes to one page, and not to one for each name.
+        self._awaited = "\n".join((*self._later, *self._later_asks)).split("\n")
+
+    def _add(self, prepares: Iterable[tuple[str, Prepare]]) -> None:
+        for name, prepare in prepares:
+            if name not in sys.modules:
+                self._later.setdefault(name, []).append(partial(_prepare_and_put, prepare))
+                continue
+            self._seen.append((name, sys.modules[name]))
+            with suppress(Exception):  # a version that does not fit: the program runs as it would without it
+                self._changes += list(prepare(sys.modules[name]))
+
+    def put(self) -> None:
+        """Put all in place, now or when a module is loaded."""
+        if self._is_awaited_there():  # another thread of the kernel has loaded it since
+            self._make()
+        _put(self._changes)
+        if self._later or self._later_asks:
+            _finder().expect(self._later, self._later_asks)
+
+    def _is_awaited_there(self) -> bool:
+        return any(map(sys.modules.__contains__, self._awaited))
+
+
+def _actions_of(ask: AskPrepares) -> Iterator[tuple[str, Action]]:
+    for name, prepare in ask():
+        yield name, partial(_prepare_and_put, prepare)
+
+
+def _prepare_and_put(prepare: Prepare, module: ModuleType) -> None:
+    _put(list(prepare(module)))
+
+
+def _put(changes: Iterable[Change]) -> None:
+    for change in changes:
+        try:
+            change()
+        except Exception:  # as in `Changes`
+            continue
 
 
 class _Loader(Loader):

@@ -14,31 +14,35 @@ import importlib
 import os
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any, NoReturn
 
 from nbaccel.base.world import World
 from nbaccel.errors import NestedLaunch
-from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
 
 __all__ = [
-    "refuse_launchers",
+    "launchers_refused",
+    "refuse_groups_in_children",
 ]
 
 _AGENTS = "torch.distributed.elastic.agent.server.api"
 _SPAWN = "torch.multiprocessing.spawn"  # also the name of a function there, so the module is asked for by its full name
 
 
-def refuse_launchers(world: World) -> None:
-    """Make elastic agents in this process, and process groups in its children, raise `NestedLaunch`.
+def launchers_refused(world: World) -> list[tuple[str, Prepare]]:
+    """Return what makes elastic agents in this process, and groups of processes that it starts, raise `NestedLaunch`.
 
-    Once per process.
+    `refuse_groups_in_children` is about those that it forks.
     """
-    when_loaded({_AGENTS: partial(_refuse_agents, world), _SPAWN: partial(_refuse_groups_below, world)})
+    return [(_AGENTS, partial(_refuse_agents, world)), (_SPAWN, partial(_refuse_groups_below, world))]
+
+
+def refuse_groups_in_children(world: World) -> None:
+    """Make process groups in children that this process forks raise `NestedLaunch`. Once per process."""
     os.register_at_fork(after_in_child=partial(_refuse_groups, world))
 
 
-def _refuse_agents(world: World, module: ModuleType) -> None:
+def _refuse_agents(world: World, module: Any) -> list[Change]:
     def run(agent: Any, *args: Any, **kwargs: Any) -> NoReturn:
         spec = agent.get_worker_group().spec
         name = getattr(spec.entrypoint, "__name__", None)
@@ -47,12 +51,12 @@ def _refuse_agents(world: World, module: ModuleType) -> None:
             f"{spec.local_world_size} more in each. {_instead(name)}"
         )
 
-    module.SimpleElasticAgent.run = run
+    return [Setting(module.SimpleElasticAgent, "run", run)]
 
 
-def _refuse_groups_below(world: World, module: Any) -> None:
+def _refuse_groups_below(world: World, module: Any) -> list[Change]:
     """Refuse groups in the processes that `torch.multiprocessing` starts, which may be new interpreters."""
-    module._wrap = _Spawned(world, module._wrap)
+    return [Replacement([module], "_wrap", partial(_Spawned, world))]
 
 
 def _refuse_groups(world: World) -> None:

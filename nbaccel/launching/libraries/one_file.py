@@ -38,10 +38,10 @@ from typing import Any, Literal, Protocol
 
 from nbaccel.base.notices import is_users
 from nbaccel.base.world import World
-from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.import_hooks import Changes, Replacement
 from nbaccel.launching.ipc.rank_part import RankPart
 
-__all__ = ["OneFile", "Replacement", "is_private_file"]
+__all__ = ["OneFile", "is_private_file"]
 
 _LONGEST_WAIT_S = 60.0
 _LONGEST_DELAY_S = 2.0
@@ -75,15 +75,11 @@ class OneFile(RankPart):
         self._files = _Writer(journal, world.world_size) if world.is_main_process else _Follower(journal, world)
         self._folders = _Folders(journal)
         self._opened = _OpenedFiles(journal, world)
-        _replacements()
-        with suppress(KeyError, AttributeError):  # not loaded, or another thread of the kernel loads it now
-            _of_torch()
+        self._changes = _changes().current()
 
     def install(self) -> None:
         _acting.files, _acting.folders = self._files, self._folders
-        when_loaded({"torch": _wrap_torchs, "safetensors.torch": _wrap_safetensors})
-        for replacement in _replacements():
-            replacement.put()
+        self._changes.put()
         sys.addaudithook(self._opened.look)  # stays until the process, a rank, ends
         for file in self._written:
             self._opened.watch(file)
@@ -463,37 +459,12 @@ class _Acting:
 _acting = _Acting()
 
 
-class Replacement:
-    """A function that takes another one's place in a module. Nothing is changed before `put`.
-
-    A rank that makes a function copies a page of the kernel's for each object that it uses for that. So it is made
-    once, before the first fork of all: a forked rank only puts it in place.
-
-    Args:
-        holders: The modules that have the function, under one name.
-        name: That name.
-        wraps: Returns the new function for the old one.
-    """
-
-    def __init__(
-        self, holders: Sequence[Any], name: str, wraps: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        self._holders = holders
-        self._name = name
-        self._wraps = wraps
-        self._old = getattr(holders[0], name)
-        self._new = wraps(self._old)
-
-    def put(self) -> None:
-        """Put the new function there; it is made anew where another one has taken the old one's place since."""
-        now = getattr(self._holders[0], self._name)
-        new = self._new if now is self._old else self._wraps(now)
-        for holder in self._holders:
-            setattr(holder, self._name, new)
+@functools.cache  # made once for all runs of a kernel
+def _changes() -> Changes:
+    return Changes([("os", _of_system), ("torch", _of_torch), ("safetensors.torch", _of_safetensors)])
 
 
-@functools.cache
-def _replacements() -> list[Replacement]:
+def _of_system(module: Any) -> list[Replacement]:
     removals = ((os, "remove"), (os, "unlink"), (shutil, "rmtree"))
     moves = ((os, "rename"), (os, "replace"), (shutil, "move"))
     return [
@@ -503,9 +474,7 @@ def _replacements() -> list[Replacement]:
     ]
 
 
-@functools.cache
-def _of_torch() -> list[Replacement]:
-    torch = sys.modules["torch"]
+def _of_torch(torch: Any) -> list[Replacement]:
     holders = (torch, torch.serialization)  # pickle finds them in the second
     return [
         Replacement(holders, "save", partial(_wrapped, act="save", position=1, name="f")),
@@ -513,9 +482,11 @@ def _of_torch() -> list[Replacement]:
     ]
 
 
-def _wrap_torchs(torch: Any) -> None:
-    for replacement in _of_torch():
-        replacement.put()
+def _of_safetensors(module: Any) -> list[Replacement]:
+    return [
+        Replacement([module], "save_file", partial(_wrapped, act="save", position=1, name="filename")),
+        Replacement([module], "load_file", partial(_wrapped, act="load", position=0, name="filename")),
+    ]
 
 
 def _making(makes: Callable[..., None]) -> Callable[..., None]:
@@ -558,11 +529,6 @@ def _removing(real: Callable[..., Any], moves: bool = False) -> Callable[..., An
         return found if moves_into else None
 
     return call
-
-
-def _wrap_safetensors(module: Any) -> None:
-    module.save_file = _wrapped(module.save_file, "save", 1, "filename")
-    module.load_file = _wrapped(module.load_file, "load", 0, "filename")
 
 
 def _wrapped(

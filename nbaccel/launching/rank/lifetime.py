@@ -55,6 +55,7 @@ __all__ = [
 _EVERY_SIGNAL = signal.valid_signals()
 """Made here, in the kernel: each number without a name raises an error in Python's own code, and copies pages."""
 
+_LASTS_MS = 250
 _DYING_MS = 1000
 """Milliseconds to wait for the pidfd: a killed process closes its sockets before its pidfd reports its end."""
 
@@ -76,10 +77,12 @@ class DeathWatch:
     Attributes:
         when_kernel_died: Called by the thread before that, if the kernel is dead; it returns when the rank may be
             killed.
+        when_it_lasts: Called by the thread once, when it has watched for a quarter of a second.
     """
 
     def __init__(self, kernel_pidfd: int, channel_fd: int, stacks: StacksOnRequest | None = None) -> None:
         self.when_kernel_died: Callable[[], None] = _nothing
+        self.when_it_lasts: Callable[[], None] = _nothing
         self._is_at_rest = False
         self._kernel_pidfd = kernel_pidfd
         self._channel_fd = channel_fd
@@ -106,13 +109,16 @@ class DeathWatch:
         events.register(self._channel_fd, 0)  # hang-up is always reported
         # A signal that the program blocks in its own threads must not be delivered to this one.
         signal.pthread_sigmask(signal.SIG_BLOCK, _EVERY_SIGNAL)
-        stacks = self._stacks
-        if stacks is not None and stacks.questions is not None:
-            events.register(stacks.questions, select.POLLIN)
-            while {fd for fd, _ in events.poll()} == {stacks.questions}:
+        stacks, asked = self._stacks, None if self._stacks is None else self._stacks.questions
+        if asked is not None:
+            events.register(asked, select.POLLIN)
+        limit_ms: int | None = _LASTS_MS
+        while (ready := {fd for fd, _ in events.poll(limit_ms)}) <= {asked}:
+            if not ready:
+                limit_ms = None
+                self.when_it_lasts()
+            elif stacks is not None:
                 stacks.answer()
-        else:
-            events.poll()
         act = _nothing if self._is_at_rest else self.when_kernel_died
         if kernel.poll(_DYING_MS if act is not _nothing else 0):
             act()

@@ -40,13 +40,13 @@ from nbaccel.launching.rank.parts import RankParts
 from nbaccel.launching.rank.process_setup import (
     LOOPBACK,
     ChildHandler,
+    DefaultSignals,
     ForkCheck,
     Interrupt,
     SpareDescriptors,
     StacksOnRequest,
     Variables,
     raise_oom_score,
-    restore_signals,
 )
 from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.launching.rank.stack_snapshot import CallLog
@@ -125,6 +125,7 @@ class Rank:
         self._variables = Variables(own, DEVICE_ERRORS | meets)
         self._fork_check = ForkCheck()
         self._exit_worker = ExitFunctions()
+        self._signals = DefaultSignals()
         self._children = ChildHandler()
         self._spare_files = SpareDescriptors()
         self._stacks = StacksOnRequest(boot.store_path, self.rank)
@@ -135,6 +136,7 @@ class Rank:
         self._ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(self._ring, self._gate, calls, grace)
         self.reporter.route(TrainingMode, self.parts.learns_mode)
+        self._watch.when_it_lasts = self.reporter.read
         self._holdings = OwnHoldings()
         self._report = TaskReport(boot.world, self.parts, calls, self._holdings)
         self._task_watch: TaskWatch | None = None
@@ -166,10 +168,10 @@ class Rank:
         adopt_notebook(self.rank, self._streams.publish, old_streams)
         self._kept = put_aside(self.rank), old_streams
         self._exit_worker.install()
-        restore_signals()
+        self._signals.restore()
         self.interrupt.install()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        self.reporter.start()
+        self.reporter.begin()
         self.parts.install()
         self._holdings.begin()
         self._spare_files.keep()  # after that: a report is sent without them

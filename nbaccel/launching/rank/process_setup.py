@@ -1,9 +1,9 @@
 """Set up a rank's process before the user's code: signals, rendezvous, OOM score, reserves for a report. Runs in ranks.
 
 The parts are independent of each other; the worker's runtime uses them. Signals act in the user's code, and not in the
-runtime around it (`restore_signals`, `Interrupt`, `ChildHandler`). Ranks of one machine meet in a file
+runtime around it (`DefaultSignals`, `Interrupt`, `ChildHandler`). Ranks of one machine meet in a file
 (`meet_in_file`), are killed before the kernel when memory runs out (`raise_oom_score`), can always report
-(`SpareDescriptors`, `StacksOnRequest`), and do not hang in the end of a group (`keep_ended_groups`).
+(`SpareDescriptors`, `StacksOnRequest`), and do not hang in the end of a group (`ended_groups_kept`).
 `ForkCheck` finds out whether the kernel's CUDA or autograd has broken the fork.
 """
 
@@ -39,24 +39,24 @@ from nbaccel.base.gpu_driver import has_gpu_driver
 from nbaccel.base.world import World
 from nbaccel.errors import PeerFailed
 from nbaccel.launching.ipc.control import ControlPage
-from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.import_hooks import Change, Changes, Replacement
 from nbaccel.launching.ipc.rank_part import RankPart
 from nbaccel.launching.ipc.user_code import ASK, question_path, stack_path
 
 __all__ = [
     "LOOPBACK",
     "ChildHandler",
+    "DefaultSignals",
     "ForkCheck",
     "Interrupt",
     "ProcessGroups",
     "SpareDescriptors",
     "StacksOnRequest",
     "Variables",
-    "keep_ended_groups",
+    "ended_groups_kept",
     "meet_in_file",
     "meet_over_the_network",
     "raise_oom_score",
-    "restore_signals",
 ]
 
 
@@ -137,14 +137,22 @@ class ChildHandler:
         self._handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL  # None: set by C code
 
 
-def restore_signals() -> None:
-    """Restore the default actions of signals.
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
-    The fork inherited the handlers of Python and of the kernel.
+
+class DefaultSignals:
+    """The default actions of signals, for a rank that inherits the handlers of Python and of the kernel.
+
+    Made in the kernel, before the fork: most often no signal has a handler.
     """
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+
+    def __init__(self) -> None:
+        self._handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_DFL]
+
+    def restore(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in self._handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class Variables:
@@ -340,13 +348,13 @@ def raise_oom_score(score_file: str = "/proc/self/oom_score_adj") -> None:
 
 
 def _raise_to(score: int, score_file: str) -> None:
-    with (
-        contextlib.suppress(OSError, ValueError),  # not Linux, or not allowed: then the system chooses
-        open(score_file, "r+b", buffering=0) as file,
-    ):
-        if int(file.read()) < score:
-            file.seek(0)
-            file.write(b"%d" % score)
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or not allowed: then the system chooses
+        file = os.open(score_file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if int(os.read(file, 32)) < score:
+                os.pwrite(file, b"%d" % score, 0)
+        finally:
+            os.close(file)
 
 
 class SpareDescriptors:
@@ -394,12 +402,13 @@ class StacksOnRequest:
         self.questions: int | None = None
         self._path = stack_path(store_path, rank)
         self._question_path = question_path(store_path, rank)
+        self._hears_signal = signal.getsignal(ASK) is signal.SIG_DFL  # else the notebook uses it
 
     def install(self) -> None:
         """Open the file and the FIFO; they are closed by the end of the process."""
         self._answers = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.write(self._answers, f"main {_name_of_main()}\n".encode())
-        if signal.getsignal(ASK) is signal.SIG_DFL:  # else the notebook uses it
+        if self._hears_signal:
             faulthandler.register(ASK, file=self._answers, all_threads=True, chain=False)
         with contextlib.suppress(OSError):
             with contextlib.suppress(FileExistsError):  # of a process before this one, in a rank that is started again
@@ -494,6 +503,7 @@ class ProcessGroups(RankPart):
         self._world = world
         self._page = page
         self._address = address
+        self._keeps = Changes([("torch.distributed.distributed_c10d", ended_groups_kept)])
 
     def install(self) -> None:
         if self._address:
@@ -501,7 +511,7 @@ class ProcessGroups(RankPart):
             meet_over_the_network(path, self._world, self._address, self._refuse_without_the_first)
         else:
             meet_in_file(self._store_path, self._world, self._refuse_to_meet)
-        keep_ended_groups()
+        self._keeps.put()
 
     def _refuse_without_the_first(self) -> None:
         """Refuse a process group for which rank 0, whose machine all ranks would meet on, does not come."""
@@ -524,8 +534,8 @@ class ProcessGroups(RankPart):
 _kept: list[Any] = []
 
 
-def keep_ended_groups() -> None:
-    """Keep groups of this process from being destructed as they end. Called once per process.
+def ended_groups_kept(c10d: Any) -> list[Change]:
+    """Return what keeps groups of this process from being destructed as they end.
 
     The destructor of a gloo group joins its threads, for which one of them may be waiting to drop the last collective's
     tensors under Python's lock: who calls it with that lock held never returns. Before torch 2.8 that was every
@@ -535,18 +545,17 @@ def keep_ended_groups() -> None:
     the threads of the one before are idle, and it is let go: else each retry after an out-of-memory would leave three
     threads with their stacks, and `RLIMIT_DATA` counts 8 MB for each. Before torch 2.8 all are kept.
     """
-    when_loaded({"torch.distributed.distributed_c10d": _keep})
-
-
-def _keep(c10d: Any) -> None:
     only_gloo = [int(part) for part in c10d.torch.__version__.split(".")[:2]] >= [2, 8]
-    update = c10d._update_default_pg
 
-    def keep_and_update(group: Any) -> None:
-        """Keep the groups; called with None while the groups that end are still listed."""
-        if group is None:
-            ended = [each for each, (backend, _) in c10d._world.pg_map.items() if "gloo" in backend or not only_gloo]
-            _kept[:] = ended if only_gloo else [*_kept, *ended]
-        update(group)
+    def keeping(update: Callable[[Any], None]) -> Callable[[Any], None]:
+        def keep_and_update(group: Any) -> None:
+            """Keep the groups; called with None while the groups that end are still listed."""
+            if group is None:
+                listed = c10d._world.pg_map.items()
+                ended = [each for each, (backend, _) in listed if "gloo" in backend or not only_gloo]
+                _kept[:] = ended if only_gloo else [*_kept, *ended]
+            update(group)
 
-    c10d._update_default_pg = keep_and_update
+        return keep_and_update
+
+    return [Replacement([c10d], "_update_default_pg", keeping)]

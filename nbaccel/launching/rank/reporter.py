@@ -77,6 +77,7 @@ class Reporter:
         self._losses: deque[tuple[float, Loss, Sequence[Any]]] = deque()  # the time, and what to wait for
         self._metrics: deque[tuple[float, Metric, Sequence[Any]]] = deque()
         self._gauges: list[Gauge] = []
+        self._is_being_read = threading.Lock()  # held by the thread that reads
         self._is_wanted = threading.Event()
         self._is_written = threading.Event()
         self._is_over = threading.Event()
@@ -108,11 +109,26 @@ class Reporter:
         self._writes_losses = True  # this process reports for the rank, and no sink gets its losses first
         self._is_closed = False
 
-    def start(self) -> None:
-        """Begin to read, in a thread. Called in the process whose events these are."""
+    def begin(self) -> None:
+        """Take events from now on. Called in the process whose events these are."""
         _silence_in_children(self)
         exchange_clock.begin()
-        _thread.start_new_thread(self._run, ())  # a `Thread` copies some 30 pages of the kernel's
+
+    def read(self) -> None:
+        """Read what waits, and the memory, in a thread from now on. A rank that lasts less than `_EVERY_S` needs none.
+
+        A second call changes nothing.
+        """
+        if self._is_being_read.acquire(blocking=False):
+            try:
+                _thread.start_new_thread(self._run, ())  # a `Thread` copies some 30 pages of the kernel's
+            except RuntimeError:  # no thread is left: the report tries it again
+                self._is_being_read.release()
+
+    def start(self) -> None:
+        """Call `begin` and `read`."""
+        self.begin()
+        self.read()
 
     def __call__(self, event: Event) -> None:
         self._routes.get(type(event), self._record)(event)
@@ -136,6 +152,7 @@ class Reporter:
             return
         self._is_written.clear()
         self._is_wanted.set()
+        self.read()
         self._is_written.wait(_PATIENCE_S)
 
     def route(self, kind: type[Event], sink: Sink | None) -> None:

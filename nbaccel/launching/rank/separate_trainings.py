@@ -23,7 +23,7 @@ from nbaccel.base.notices import unignored
 from nbaccel.base.world import World
 from nbaccel.errors import NotPrepared
 from nbaccel.launching.ipc.control import ControlPage
-from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.import_hooks import Change, Changes, Prepare, Setting, when_loaded
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import Results, TaskWatch
 from nbaccel.launching.ipc.user_code import is_users
@@ -38,6 +38,7 @@ __all__ = [
     "note_wrappers",
     "sequence_number",
     "warn_at_users_line",
+    "wrappers_noted",
 ]
 
 _LONGEST_WAIT_S = 5.0
@@ -80,20 +81,19 @@ class OneTraining(RankPart):
         self._has_said = False  # the notice that all ranks do the same
         self._was_warned = False
         self._refused: NotPrepared | None = None
-        self._by_hand = UpdatesByHand(weakref.proxy(self))  # the kernel, which makes it, drops it at once
+        me = weakref.proxy(self)  # the kernel, which makes it, drops it at once
+        self._by_hand = UpdatesByHand(me)
+        self._wrapping = Changes(wrappers_noted(self.wrappers, lambda: me._note_wrapper()))
         self._equal_watch: TaskWatch | None = None
 
     def install(self) -> None:
         """Judge every optimizer before its step, from now on."""
         if not self._is_watching:
             return
-        when_loaded(
-            {
-                "torch.autograd": lambda _: self._watch_backwards(),
-                "torch.optim.optimizer": self._hook,
-            }
-        )
-        note_wrappers(self.wrappers, self._note_wrapper)
+        when_loaded({"torch.optim.optimizer": self._hook})
+        if "torch.autograd" not in sys.modules:  # else each task begins with it
+            when_loaded({"torch.autograd": lambda _: self._watch_backwards()})
+        self._wrapping.put()
 
     def begin(self, running: RankTask) -> None:
         self._equal_watch = running.equal_watch
@@ -354,23 +354,28 @@ def sequence_number() -> int | None:
         return None
 
 
-def note_wrappers(wrappers: weakref.WeakSet[Any], on_wrapped: Callable[[], None] = lambda: None) -> None:
-    """Have every model that the program wraps for several ranks added to `wrappers`. Called once per process.
+def wrappers_noted(wrappers: weakref.WeakSet[Any], on_wrapped: Callable[[], None]) -> list[tuple[str, Prepare]]:
+    """Return what adds every model that the program wraps for several ranks to `wrappers`.
 
     Args:
         on_wrapped: Called each time.
     """
 
-    def watch(name: str, module: Any) -> None:
-        def make(cls: Any, *args: Any, **kwargs: Any) -> Any:  # no `__init__`: its warnings would name this file
-            wrapper = object.__new__(cls)
-            wrappers.add(wrapper)
-            on_wrapped()
-            return wrapper
+    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:  # no `__init__`: its warnings would name this file
+        wrapper = object.__new__(cls)
+        wrappers.add(wrapper)
+        on_wrapped()
+        return wrapper
 
-        getattr(module, name).__new__ = staticmethod(make)
+    def prepare(name: str, module: Any) -> list[Change]:
+        return [Setting(getattr(module, name), "__new__", staticmethod(make))]
 
-    when_loaded({module: functools.partial(watch, name) for module, name in _SYNCHRONISE.items()})
+    return [(module, functools.partial(prepare, name)) for module, name in _SYNCHRONISE.items()]
+
+
+def note_wrappers(wrappers: weakref.WeakSet[Any]) -> None:
+    """Add every model that the program wraps from now on to `wrappers`. Called once per process."""
+    Changes(wrappers_noted(wrappers, lambda: None)).put()
 
 
 def _kept_together(wrapper: Any) -> Iterator[Any]:

@@ -6,9 +6,13 @@ they may not have, so each rank reports its count; the notebook compares them (`
 
 from __future__ import annotations
 
+import functools
+import importlib
+import weakref
+from collections.abc import Callable
 from typing import Any
 
-from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.import_hooks import Change, Changes, Replacement
 from nbaccel.launching.ipc.rank_part import RankPart
 from nbaccel.launching.ipc.spec import Results
 from nbaccel.launching.rank.lifetime import SPOILT, CutWatch
@@ -32,18 +36,28 @@ class ShardedResults(RankPart):
         self._cut = cut
         self._steps = 0
         self._is_inside = False
+        self._counts = False
+        me = weakref.proxy(self)  # the kernel, which makes it, drops it at once
+        self._changes = Changes([("torch.distributed.device_mesh", functools.partial(_begin_at_first_mesh, me))])
 
     def install(self) -> None:
+        """Count steps from the first mesh on: every sharded tensor lies on one, and a program without any counts none.
+
+        A hook of torch's optimizers runs in every step.
+        """
+        self._changes.put()
+
+    def count(self) -> None:
         """Count steps from now on."""
-        when_loaded({"torch.optim.optimizer": self._hook})
+        if not self._counts:
+            self._counts = True
+            optimizers: Any = importlib.import_module("torch.optim.optimizer")
+            optimizers.register_optimizer_step_pre_hook(self._before_step)
+            optimizers.register_optimizer_step_post_hook(self._after_step)
 
     def facts(self, status: str, results: Results) -> dict[str, Any]:
         """Return a `RowsReport` as JSON."""
         return {"rows": RowsReport(self._steps, self._is_inside, SPOILT if self._cut.is_spoilt else "")._asdict()}
-
-    def _hook(self, module: Any) -> None:
-        module.register_optimizer_step_pre_hook(self._before_step)
-        module.register_optimizer_step_post_hook(self._after_step)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if _steps_shards(optimizer):
@@ -53,6 +67,18 @@ class ShardedResults(RankPart):
         if _steps_shards(optimizer):
             self._steps += 1
             self._is_inside = False
+
+
+def _begin_at_first_mesh(part: ShardedResults, module: Any) -> list[Change]:
+    def beginning(makes: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(makes)
+        def make(mesh: Any, *args: Any, **kwargs: Any) -> None:
+            part.count()
+            makes(mesh, *args, **kwargs)
+
+        return make
+
+    return [Replacement([module.DeviceMesh], "__init__", beginning)]
 
 
 def sharded_tensors(results: Results, world_size: int) -> ShardedTensors | None:

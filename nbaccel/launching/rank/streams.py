@@ -36,6 +36,10 @@ class RankStreams:
         self._message_id = 0
         self._publishing = threading.Lock()
         self._asking = threading.Lock()
+        # Made in the kernel, of the pipes that the rank will have as 1 and 2: a rank that makes them copies 30 pages.
+        self._stdout = io.FileIO(boot.stdout_fd, "w", closefd=False)
+        self._stderr = _ErrorsInOrder(boot.stderr_fd)
+        self._texts = _text_stream(self._stdout), _text_stream(self._stderr)
 
     def install(self, channel: Channel) -> tuple[Any, Any]:
         """Make fd 0 empty, fd 1 and 2 pipes to the kernel, and sys.stdout and sys.stderr write there line by line.
@@ -59,9 +63,9 @@ class RankStreams:
             os.dup2(source, target)
             os.close(source)
         old = (sys.stdout, sys.stderr)
-        # Made here, not in the kernel: a stream asks its descriptor once whether it can seek.
-        sys.stdout = sys.__stdout__ = _text_stream(io.FileIO(1, "w", closefd=False))  # type: ignore[misc]
-        sys.stderr = sys.__stderr__ = _text_stream(_ErrorsInOrder(self._mark_fd, self._nonce))  # type: ignore[misc]
+        self._stdout.__init__(1, "w", closefd=False)  # type: ignore[misc]
+        self._stderr.become_fd_2(self._mark_fd, self._nonce)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = self._texts  # type: ignore[misc]
         return old
 
     def publish(self, message: dict[str, Any]) -> None:
@@ -106,7 +110,16 @@ class _ErrorsInOrder(io.FileIO):
     What the program's libraries write to fd 2 themselves goes there, and so does all text while fd 2 is another file.
     """
 
-    def __init__(self, pipe_fd: int, nonce: str) -> None:
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, "w", closefd=False)
+
+    def become_fd_2(self, pipe_fd: int, nonce: str) -> None:
+        """Begin to write.
+
+        Args:
+            pipe_fd: The pipe of stdout.
+            nonce: See `mark`.
+        """
         super().__init__(2, "w", closefd=False)
         self._pipe_fd = pipe_fd
         self._begin, self._end = mark(nonce, "stderr"), mark(nonce, "stdout")

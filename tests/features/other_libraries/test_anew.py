@@ -14,6 +14,11 @@ from nbaccel.errors import NotInRanks
 from nbaccel.features.other_libraries.existing_world import SetUpAnew, names_in, refuse
 
 
+def _watch(anew: SetUpAnew, kind: type) -> None:
+    for change in anew.watch(kind):
+        change()
+
+
 def watched(renewed: list[Any], world: int = 2) -> type:
     """A class of a library that asks for its world once, as it is in a rank."""
 
@@ -30,7 +35,7 @@ def watched(renewed: list[Any], world: int = 2) -> type:
         value.world = world
         vars(value).pop("device", None)
 
-    SetUpAnew(("world", "device"), renew).watch(Library)
+    _watch(SetUpAnew(("world", "device"), renew), Library)
     return Library
 
 
@@ -96,7 +101,7 @@ def test_what_is_refused_is_refused_at_every_use_with_the_line_to_move() -> None
     class Trainer:
         pass
 
-    SetUpAnew(("accelerator",), lambda value: refuse(value, "it is alone")).watch(Trainer)
+    _watch(SetUpAnew(("accelerator",), lambda value: refuse(value, "it is alone")), Trainer)
     value = from_elsewhere(Trainer, accelerator="one")
     for _ in range(2):
         with pytest.raises(
@@ -115,7 +120,7 @@ def test_names_are_found_in_functions_inside_of_functions() -> None:
 
 def test_an_object_that_is_pickled_says_what_it_said() -> None:
     value = _Plain()
-    SetUpAnew(("world",), lambda came: None).watch(_Plain)
+    _watch(SetUpAnew(("world",), lambda came: None), _Plain)
     try:
         assert vars(pickle.loads(pickle.dumps(value))) == {"world": 1}
     finally:

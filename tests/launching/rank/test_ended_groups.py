@@ -33,7 +33,8 @@ def _ended(version: str, backend: str) -> tuple[Any, Any]:
     world = SimpleNamespace(pg_map={default[0]: (backend, None)})
     c10d = SimpleNamespace(torch=SimpleNamespace(__version__=TorchVersion(version)), _world=world)
     c10d._update_default_pg = lambda group: default.__setitem__(0, group)
-    process_setup._keep(c10d)
+    for change in process_setup.ended_groups_kept(c10d):
+        change()
     watched = weakref.ref(default[0])
     c10d._update_default_pg(None)  # as destroy_process_group() does
     world.pg_map.clear()
@@ -61,7 +62,8 @@ def test_a_kept_group_is_let_go_when_the_next_one_has_ended(version: str, is_let
     world = SimpleNamespace(pg_map={first: ("gloo", None)})
     c10d = SimpleNamespace(torch=SimpleNamespace(__version__=TorchVersion(version)), _world=world)
     c10d._update_default_pg = lambda group: None
-    process_setup._keep(c10d)
+    for change in process_setup.ended_groups_kept(c10d):
+        change()
     c10d._update_default_pg(None)
     watched = weakref.ref(first)
     world.pg_map = {second: ("gloo", None)}
