@@ -131,10 +131,11 @@ class Finder(MetaPathFinder):
 
 
 def _joined(known: dict[str, list[_Entry]], added: dict[str, list[_Entry]]) -> dict[str, list[_Entry]]:
-    """Return both, by name; most often one is empty, and then nothing is gone through."""
-    if not known or not added:
-        return known or added
-    return {name: [*known.get(name, ()), *added.get(name, ())] for name in {**known, **added}}
+    """Return both, by name; the larger one is not gone through."""
+    few, many = sorted((known, added), key=len)
+    for name in few:
+        many[name] = [*known.get(name, ()), *added.get(name, ())]
+    return many
 
 
 class Replacement:
