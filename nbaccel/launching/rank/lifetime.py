@@ -333,7 +333,7 @@ class OwnHoldings:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[frozenset[str], int | None] | None = None
+        self._before: tuple[list[tuple[int, int, int]], int | None] | None = None
 
     def begin(self) -> None:
         """Record what the rank has before its first task."""
@@ -350,17 +350,15 @@ class OwnHoldings:
         return False
 
 
-def _descriptors() -> frozenset[str]:
-    """Return the open descriptors of this process, each with what it leads to."""
-    folder = "/proc/self/fd"
+def _descriptors() -> list[tuple[int, int, int]]:
+    """Return the open descriptors of this process, each with the device and the number of what it leads to."""
+    found = []
     with contextlib.suppress(OSError):
-        numbers = os.listdir(folder)
-        leads_to = []
-        for number in numbers:
-            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-                leads_to.append(f"{number} {os.readlink(f'{folder}/{number}')}")
-        return frozenset(leads_to)
-    return frozenset()
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # that of the listing itself
+                status = os.fstat(number)
+                found.append((number, status.st_dev, status.st_ino))
+    return found
 
 
 def _exit_functions() -> int | None:
