@@ -27,8 +27,15 @@ from nbaccel.namespace.payload import Payload, pack_what_can_travel
 
 __all__ = ["TaskReport"]
 
-_SINGLETONS = frozenset({type(None), bool})
-"""Types whose objects a text names exactly: the message has them, and a rank copies a hundred pages less."""
+_LARGEST_NUMBER, _LONGEST_TEXT = 2**63, 1000
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a text names the value exactly: the message has it then, and a rank copies 100 pages less."""
+    kind = type(value)
+    if kind is int:
+        return bool(abs(value) < _LARGEST_NUMBER)
+    return kind in (type(None), bool, float) or (kind is str and len(value) <= _LONGEST_TEXT)
 
 
 class TaskReport:
@@ -72,7 +79,7 @@ class TaskReport:
         changes = {f"change:{number}": change for number, change in enumerate(results.changes)}
         home = None if task is None else task.home
         packed = values | changes | ({} if error is None else {"error": error})
-        is_plain = not results.parts and all(type(value) in _SINGLETONS for value in packed.values())
+        is_plain = not results.parts and all(map(_is_plain, packed.values()))
         payload, refused = (None, {}) if is_plain else self._packed(packed, values.keys(), results, task)
         missing = dict(results.missing) | {
             name.removeprefix("out:"): reason
