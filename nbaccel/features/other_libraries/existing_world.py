@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from nbaccel.base.world import World
 from nbaccel.errors import NestedLaunch, NotInRanks, NotPrepared
-from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
+from nbaccel.launching.ipc.import_hooks import Assignment, Change, Prepare, Replacement
 from nbaccel.launching.libraries import LibraryRank
 
 __all__ = [
@@ -67,12 +67,12 @@ def text_of_rich(here: LibraryRank, library: str) -> Iterator[tuple[str, Prepare
 
 def _set_rank(world: World, module: Any) -> list[Change]:
     """Set the rank of `rank_zero_only`, which the notebook may have set to 0; "only on rank 0" depends on it."""
-    return [Setting(module.rank_zero_only, "rank", world.rank)]
+    return [Assignment(module.rank_zero_only, "rank", world.rank)]
 
 
 def _write_text(module: Any) -> list[Change]:
     """Make rich, which draws Lightning's bars, write text: its widgets would use the kernel's sockets."""
-    return [Setting(module, "_is_jupyter", lambda: False), _console_writes_text]
+    return [Assignment(module, "_is_jupyter", lambda: False), _console_writes_text]
 
 
 def _console_writes_text() -> None:
@@ -82,7 +82,7 @@ def _console_writes_text() -> None:
 
 
 def _not_interactive(module: Any) -> list[Change]:
-    return [Setting(module, "_IS_INTERACTIVE", False)] if hasattr(module, "_IS_INTERACTIVE") else []
+    return [Assignment(module, "_IS_INTERACTIVE", False)] if hasattr(module, "_IS_INTERACTIVE") else []
 
 
 def _count_ranks(world: World, name: str, module: Any) -> list[Change]:
@@ -102,12 +102,12 @@ def _count_ranks(world: World, name: str, module: Any) -> list[Change]:
 
 def _detect_ranks(module: Any) -> list[Change]:
     """Detect torchrun's variables, which the ranks have, even if the notebook runs in a job of SLURM or MPI."""
-    return [Setting(module.TorchElasticEnvironment, "detect", staticmethod(lambda: True))]
+    return [Assignment(module.TorchElasticEnvironment, "detect", staticmethod(lambda: True))]
 
 
 def _keep_environment(module: Any) -> list[Change]:
     """Keep WORLD_SIZE, which Lightning removes at the end of a training: the next training would be alone."""
-    return [Setting(module.LightningEnvironment, "teardown", lambda environment: None)]
+    return [Assignment(module.LightningEnvironment, "teardown", lambda environment: None)]
 
 
 def _use_ranks(module: Any) -> list[Change]:
@@ -125,14 +125,14 @@ def _refuse_launcher(world: World, module: Any) -> list[Change]:
     def launch(launcher: Any, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse_processes(world)
 
-    return [*_not_interactive(module), Setting(module._MultiProcessingLauncher, "launch", launch)]
+    return [*_not_interactive(module), Assignment(module._MultiProcessingLauncher, "launch", launch)]
 
 
 def _refuse_scripts(world: World, module: Any) -> list[Change]:
     def _call_children_scripts(launcher: Any) -> NoReturn:
         _refuse_processes(world)
 
-    return [Setting(module._SubprocessScriptLauncher, "_call_children_scripts", _call_children_scripts)]
+    return [Assignment(module._SubprocessScriptLauncher, "_call_children_scripts", _call_children_scripts)]
 
 
 def _refuse_processes(world: World) -> NoReturn:
@@ -227,7 +227,7 @@ class SetUpAnew:
     def watch(self, kind: type) -> list[Change]:
         """Return what watches the objects of `kind`, and of its subclasses."""
         watched = {name: _Watched(self, name, vars(kind).get(name)) for name in self._attributes}
-        return [Setting(kind, name, each) for name, each in watched.items()]
+        return [Assignment(kind, name, each) for name, each in watched.items()]
 
     def add(self, value: object) -> None:
         """Record that this process made `value`, or has set it up."""

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from nbaccel.errors import NotInRanks
 from nbaccel.features.other_libraries.existing_world import SetUpAnew, name_of, names_in, refuse
-from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
+from nbaccel.launching.ipc.import_hooks import Assignment, Change, Prepare, Replacement
 from nbaccel.launching.libraries import LibraryRank
 from nbaccel.namespace.wrappers import MADE_WITH
 
@@ -68,7 +68,7 @@ class _States:
 
         return [
             partial(self._empty, kinds),
-            *(Setting(kind, "__setstate__", share) for kind in kinds.values()),
+            *(Assignment(kind, "__setstate__", share) for kind in kinds.values()),
             *self._set_up_at_first_use(module.PartialState),
         ]
 

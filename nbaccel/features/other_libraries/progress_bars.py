@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
+from nbaccel.launching.ipc.import_hooks import Assignment, Change, Prepare, Replacement
 from nbaccel.launching.libraries import LibraryRank
 
 __all__ = ["bars"]
@@ -83,7 +83,7 @@ class _ProgressBars:
 
         bars, master, prints = module.NBProgressBar, module.NBMasterBar, self._unless_quiet(print)
         return [
-            *(Setting(module, name, prints) for name in ("print", "WRITER_FN")),
+            *(Assignment(module, name, prints) for name in ("print", "WRITER_FN")),
             Replacement([bars], "on_iter_begin", partial(self._unless_quiet, instead=begin)),
             Replacement([master], "on_iter_begin", partial(self._unless_quiet, instead=begin_master)),
             *(Replacement([master], name, self._unless_quiet) for name in ("show_imgs", "update_graph")),

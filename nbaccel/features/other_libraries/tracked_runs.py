@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from nbaccel.base.world import World
 from nbaccel.errors import NoInput
-from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
+from nbaccel.launching.ipc.import_hooks import Assignment, Change, Prepare, Replacement
 from nbaccel.launching.libraries import LibraryRank
 from nbaccel.namespace.event_files import silence
 
@@ -240,4 +240,4 @@ def _refuse_the_hubs(rank: int, module: Any) -> list[Change]:
         )
 
     asks = hasattr(module, "request_device_code")  # older ones ask by `getpass`
-    return [Setting(module, "request_device_code", refuse)] if asks else []
+    return [Assignment(module, "request_device_code", refuse)] if asks else []

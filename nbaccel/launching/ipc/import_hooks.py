@@ -24,12 +24,12 @@ __all__ = [
     "Action",
     "Ask",
     "AskPrepares",
+    "Assignment",
     "Change",
     "Changes",
     "Finder",
     "Prepare",
     "Replacement",
-    "Setting",
     "when_found",
     "when_loaded",
 ]
@@ -165,7 +165,7 @@ class Replacement:
             setattr(holder, self._name, new)
 
 
-class Setting:
+class Assignment:
     """A change: a name of a module, class or object gets a value. Nothing is changed before it is called.
 
     What has that name now is kept: a rank that released it would copy a page for each object that it is made of.
@@ -185,7 +185,7 @@ class Setting:
 
 
 class Changes:
-    """What is put into modules in a rank. Made in the kernel, before the fork: see `Replacement`.
+    """Changes of modules that a rank puts in place. Made in the kernel, before the fork: see `Replacement`.
 
     What concerns a module that the kernel has loaded is made here, the rest when the rank has loaded the module.
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from nbaccel.base.world import World
 from nbaccel.errors import NestedLaunch
-from nbaccel.launching.ipc.import_hooks import Change, Prepare, Replacement, Setting
+from nbaccel.launching.ipc.import_hooks import Assignment, Change, Prepare, Replacement
 
 __all__ = [
     "launchers_refused",
@@ -51,7 +51,7 @@ def _refuse_agents(world: World, module: Any) -> list[Change]:
             f"{spec.local_world_size} more in each. {_instead(name)}"
         )
 
-    return [Setting(module.SimpleElasticAgent, "run", run)]
+    return [Assignment(module.SimpleElasticAgent, "run", run)]
 
 
 def _refuse_groups_below(world: World, module: Any) -> list[Change]:

@@ -23,7 +23,7 @@ from nbaccel.base.notices import unignored
 from nbaccel.base.world import World
 from nbaccel.errors import NotPrepared
 from nbaccel.launching.ipc.control import ControlPage
-from nbaccel.launching.ipc.import_hooks import Change, Changes, Prepare, Setting, when_loaded
+from nbaccel.launching.ipc.import_hooks import Assignment, Change, Changes, Prepare, when_loaded
 from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import Results, TaskWatch
 from nbaccel.launching.ipc.user_code import is_users
@@ -368,7 +368,7 @@ def wrappers_noted(wrappers: weakref.WeakSet[Any], on_wrapped: Callable[[], None
         return wrapper
 
     def prepare(name: str, module: Any) -> list[Change]:
-        return [Setting(getattr(module, name), "__new__", staticmethod(make))]
+        return [Assignment(getattr(module, name), "__new__", staticmethod(make))]
 
     return [(module, functools.partial(prepare, name)) for module, name in _SYNCHRONISE.items()]
 

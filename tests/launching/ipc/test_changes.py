@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launching.ipc.import_hooks import Change, Changes, Setting
+from nbaccel.launching.ipc.import_hooks import Assignment, Change, Changes
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def _two(module: Any) -> list[Change]:
-    return [Setting(module, "value", 2)]
+    return [Assignment(module, "value", 2)]
 
 
 def test_nothing_changes_before_all_is_put_in_place(package: str) -> None:
@@ -76,7 +76,7 @@ def test_what_does_not_fit_a_version_hinders_nothing_else(package: str) -> None:
         raise AttributeError("this version has another name for it")
 
     def fails_later(module: Any) -> list[Change]:
-        return [Setting(object, "value", 3), *_two(module)]
+        return [Assignment(object, "value", 3), *_two(module)]
 
     Changes([(f"{package}.inner", fails), (f"{package}.inner", fails_later)]).put()
     assert inner.value == 2
@@ -88,6 +88,6 @@ def test_what_had_the_name_before_is_kept() -> None:
 
     holder: Any = type("Holder", (), {"value": Kept()})
     before = id(holder.value)
-    changes = Setting(holder, "value", 2)
+    changes = Assignment(holder, "value", 2)
     changes()
     assert id(changes._kept) == before
