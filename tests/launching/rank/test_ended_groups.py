@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,7 @@ def test_a_kept_group_is_let_go_when_the_next_one_has_ended(version: str, is_let
 def _threads_of_attempts() -> list[int]:
     """How many threads the process has when each attempt begins."""
     found: list[int] = []
+    time.sleep(0.5)  # a rank's thread that samples its memory begins after a quarter of a second
 
     @find_executable_batch_size(starting_batch_size=32)
     def train(batch_size: int) -> None:
