@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
@@ -240,11 +239,13 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def usable_memory(root: Path = Path("/")) -> MemoryInfo:
     """Return the machine's memory, or the container's if that is less."""
-    host = _memory_of_the_machine(root)
-    total, available = host.total_bytes, host.available_bytes
+    import psutil  # takes 10 ms, once
+
+    host = psutil.virtual_memory()
+    total, available = host.total, host.available
     for group, version in _control_groups(root, "memory"):
         limit = _read(f"{group}/{'memory.max' if version == 2 else 'memory.limit_in_bytes'}")
-        if not limit.isdecimal() or int(limit) >= host.total_bytes:
+        if not limit.isdecimal() or int(limit) >= host.total:
             continue
         used = _read(f"{group}/{'memory.current' if version == 2 else 'memory.usage_in_bytes'}")
         if used.isdecimal():
@@ -252,25 +253,6 @@ def usable_memory(root: Path = Path("/")) -> MemoryInfo:
             free = int(limit) - int(used) + _inactive_file_bytes(group)
             total, available = min(total, int(limit)), min(available, max(0, free))
     return MemoryInfo(total, available)
-
-
-_MEMINFO = re.compile(r"MemTotal: +(\d+) kB\n(?:.*\n)*?MemAvailable: +(\d+) kB")
-
-
-def _memory_of_the_machine(root: Path) -> MemoryInfo:
-    """Return all memory of the machine, by the two lines of /proc/meminfo about it; `psutil` parses fifty.
-
-    It is asked where there is no such file, or where available memory is unknown or is that of another machine: in a
-    kernel before Linux 3.14, and in containers of LXC.
-    """
-    if (found := _MEMINFO.search(_read(f"{root}/proc/meminfo"))) is not None:
-        total, available = (int(number) * 1024 for number in found.groups())
-        if 0 < available <= total:
-            return MemoryInfo(total, available)
-    import psutil  # takes 10 ms
-
-    host = psutil.virtual_memory()
-    return MemoryInfo(host.total, host.available)
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:

@@ -240,7 +240,7 @@ class WorkerGroup:
         self._method.close()
         self.rings.close()
         self.page.close()
-        _remove(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,16 +279,6 @@ class RankEnds:
         """Close the kernel's copies of the rank's ends."""
         for fd in self.theirs:
             os.close(fd)
-
-
-def _remove(folder: str) -> None:
-    """Remove a folder of files, or one with folders of a program's, which takes three times as long to look for."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
-        return
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_port() -> int:
